@@ -57,6 +57,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    """Import the public name ``name`` from its module when it is first used, so that ``import headrace`` stays fast;
+    Python calls this function for a name that the package does not hold yet. Raises ``AttributeError`` for a name that
+    is not public."""
     if name not in _HOMES:
         raise AttributeError(f"module 'headrace' has no attribute {name!r}")
     import importlib

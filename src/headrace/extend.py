@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contract:
-    """One contract."""
+    """What a package must implement to extend Headrace in one respect, such as a loss: the base class that is
+    implemented, and the group of entry points under which the package offers its implementation."""
 
     module: str
-    """The module that declares it."""
+    """The module that declares the class, from which it is imported when it is first used."""
     group: str
-    """The group of entry points."""
+    """The group of entry points in ``pyproject.toml``, such as ``headrace.losses``."""
     meaning: str
-    """What an implementation is, in a sentence."""
+    """What an implementation is, in a sentence, for the documentation."""
 
 
 CONTRACTS = {
@@ -148,7 +149,7 @@ CONTRACTS = {
         "that returns several by their names.",
     ),
 }
-"""Every contract by its name."""
+"""Every contract by the name of its class."""
 
 __all__ = [
     "CONTRACTS",

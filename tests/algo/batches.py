@@ -10,11 +10,11 @@ from headrace.algo.check import example
 from headrace.algo.corrections import AnyCorrection
 from headrace.algo.losses import AnyLoss
 from headrace.algo.reductions import AnyReduction
-from headrace.algo.registry import rows
+from headrace.algo.registry import classes_by_kind
 from tests.algo import references
 
-LOSSES = {name: kind for name, kind in rows(AnyLoss).items() if name != "custom"}
-CORRECTIONS, REDUCTIONS = rows(AnyCorrection), rows(AnyReduction)
+LOSSES = {name: kind for name, kind in classes_by_kind(AnyLoss).items() if name != "custom"}
+CORRECTIONS, REDUCTIONS = classes_by_kind(AnyCorrection), classes_by_kind(AnyReduction)
 
 
 def batch(seed: int, spread: float = 1.0, num_samples: int = 6, length: int = 7) -> LossInputs:

@@ -12,7 +12,7 @@ from headrace import algo
 from headrace.algo.advantages import AnyAdvantage, GaeAdvantage, outcomes_of
 from headrace.algo.advantages.groups import Rae
 from headrace.algo.config import AlgoConfig
-from headrace.algo.registry import rows
+from headrace.algo.registry import classes_by_kind
 from headrace.algo.shaping import LengthShaping, Overlong
 from headrace.base.errors import ConfigError, DataError
 
@@ -20,7 +20,7 @@ REWARDS = [1.0, 0.0, 0.25, 2.0, 0.5, 0.5, 3.0]
 GROUPS = [0, 0, 0, 1, 1, 1, 1]
 LENGTHS = [3, 1, 2, 2, 4, 1, 2]
 TOKENS = [[0.1 * (i + 1) + 0.3 * math.sin(7 * i + t) for t in range(n)] for i, n in enumerate(LENGTHS)]
-NAMES = list(rows(AnyAdvantage))
+NAMES = list(classes_by_kind(AnyAdvantage))
 EXTRAS: dict[str, Any] = {
     "opo": {"lengths": LENGTHS},
     "remax": {"greedy": [0.5, 0.5, 0.5, 1.0, 1.0, 1.0, 1.0]},
@@ -206,7 +206,7 @@ def test_group_of_one_has_no_advantage(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_unequal_groups_are_each_normalised_by_themselves(name: str) -> None:
     if name in {"gdpo", "reinforce_pp", "rae", "gae"}:
-        assert rows(AnyAdvantage)[name].scope == "batch"
+        assert classes_by_kind(AnyAdvantage)[name].scope == "batch"
         return
     together = algo.advantage(name, REWARDS, groups=GROUPS, **EXTRAS.get(name, {}))
     alone = []

@@ -11,7 +11,7 @@ from headrace.algo.advantages import AnyAdvantage
 from headrace.algo.bundles import BUNDLES
 from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
-from headrace.algo.registry import rows
+from headrace.algo.registry import classes_by_kind
 from headrace.base.config import validate
 from headrace.base.errors import ConfigError
 
@@ -143,7 +143,7 @@ def test_engine_as_old_policy_leaves_nothing_to_a_correction(correction: Any) ->
 
 
 def test_advantages_say_which_of_them_a_run_cannot_use() -> None:
-    assert [name for name, kind in rows(AnyAdvantage).items() if kind.stateful] == ["rae"]
+    assert [name for name, kind in classes_by_kind(AnyAdvantage).items() if kind.stateful] == ["rae"]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from pydantic import Field
 
 from headrace.algo import formulas
-from headrace.algo.registry import options_of, rows
+from headrace.algo.registry import classes_by_kind, options_of
 from headrace.base.config import Section, descriptions
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
@@ -16,7 +16,9 @@ def test_document_is_current() -> None:
     assert DOCUMENT.read_text() == formulas.document(), "run python -m headrace.algo.formulas > docs/formulas.md"
 
 
-@pytest.mark.parametrize(("name", "kind"), [row for _, _, union in formulas.CHAPTERS for row in rows(union).items()])
+@pytest.mark.parametrize(
+    ("name", "kind"), [row for _, _, union in formulas.CHAPTERS for row in classes_by_kind(union).items()]
+)
 def test_every_formula_states_itself_its_source_and_its_options(name: str, kind: type[Section]) -> None:
     text = formulas.document()
     assert f"### {name}\n" in text

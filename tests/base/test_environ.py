@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from headrace.base.environ import apply_engine_environment, engine_environment, thread_times_ns
+from headrace.base.environ import apply_engine_environment, engine_environment, program_environment, thread_times_ns
 from headrace.launch.starts import EngineStart, ScorerStart, extra_environment
 
 ENGINE = EngineStart(model={}, engine={}, max_context=8, num_threads=1)
@@ -30,6 +30,14 @@ def test_only_engines_are_told_how_long_the_threads_of_torch_may_spin() -> None:
 def test_what_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(name, "active" if name == "OMP_WAIT_POLICY" else "7")
     assert engine_environment() == {}
+
+
+def test_a_program_inherits_no_key_of_our_servers_but_the_one_that_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HEADRACE_VIEW_TOKEN", "HEADRACE_SERVE_TOKEN", "MY_TOKEN"):
+        monkeypatch.setenv(name, "secret")
+    found = program_environment({"HEADRACE_SERVE_TOKEN": "given"})
+    assert "HEADRACE_VIEW_TOKEN" not in found
+    assert (found["HEADRACE_SERVE_TOKEN"], found["MY_TOKEN"]) == ("given", "secret")
 
 
 def test_a_process_that_becomes_an_engine_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

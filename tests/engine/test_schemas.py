@@ -18,6 +18,9 @@ MUTUAL: dict[str, Any] = {
 }
 
 
+CLOSED: dict[str, Any] = {"type": "object", "additionalProperties": False}
+
+
 def changed(tree: dict[str, Any], **c: Any) -> dict[str, Any]:
     return {**tree, "$defs": {**tree["$defs"], "c": {**tree["$defs"]["c"], **c}}}
 
@@ -41,6 +44,17 @@ def changed(tree: dict[str, Any], **c: Any) -> dict[str, Any]:
         ({"enum": [1]}, True),
         (True, True),
         ({"required": ["a"], "properties": {"a": {"$ref": "#"}}}, True),
+        ({"type": "array", "prefixItems": [{"$ref": "#"}], "minItems": 1}, False),
+        ({"type": "array", "prefixItems": [{}], "items": {"$ref": "#"}, "minItems": 1}, True),
+        ({"type": "array", "prefixItems": [{}], "items": {"$ref": "#"}, "minItems": 2}, False),
+        ({"type": "object", "required": ["q"], "additionalProperties": {"$ref": "#"}}, False),
+        ({**CLOSED, "patternProperties": {"^a$": {"$ref": "#"}}, "required": ["a"]}, False),
+        ({**CLOSED, "patternProperties": {"^a$": {"$ref": "#"}}, "properties": {"b": {}}, "required": ["b"]}, True),
+        ({"allOf": [{"type": "object"}, {"properties": {"x": {"$ref": "#"}}, "required": ["x"]}]}, False),
+        ({**CLOSED, "properties": {"x": {"$ref": "#"}}, "minProperties": 1}, False),
+        ({**CLOSED, "properties": {"x": {"$ref": "#"}, "y": {}}, "minProperties": 1}, True),
+        ({**CLOSED, "required": ["x"]}, False),
+        (CLOSED, True),
     ],
 )
 def test_a_schema_ends_where_some_json_follows_it(schema: object, ends: bool) -> None:

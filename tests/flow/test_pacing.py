@@ -14,7 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.heap import gc_frozen
 from headrace.flow import FlowConfig, lateness
 from headrace.flow.lateness import Cohort, expected_wait_s
-from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer, _Awaited
+from headrace.flow.pacing import MOST_DURATIONS, Eager, JustInTime, JustInTimePacer, OpenGroups, Pacer, _AwaitedBatch
 from headrace.run.session import load_config
 from headrace.wings.plan import Simulation, World
 from headrace.wings.plan.costs import FailureCost, Linear, SyncCost, TrainingRate
@@ -208,8 +208,8 @@ class KeepsTurns:
 
     def trained(self, step: int, now_s: float) -> None:
         self._pacer.trained(step, now_s)
-        if self._pacer.turns is not None:
-            self.found.append((self._pacer.turns.least_s, self._pacer.turns.most_s))
+        if self._pacer.synchronous_time is not None:
+            self.found.append((self._pacer.synchronous_time.least_s, self._pacer.synchronous_time.most_s))
 
 
 class Surge(ConstantSpread):
@@ -277,10 +277,10 @@ def _history(seed: int) -> None:
     assert max((age for step in outcome.steps for age in step.ages), default=0) <= flow["max_age"]
 
 
-@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 4))])
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.slow) for part in range(1, 8))])
 @gc_frozen()  # each simulation would look through all objects of the process otherwise
 def test_bound_books_and_the_last_step_hold_whatever_is_predicted(part: int) -> None:
-    for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):
+    for seed in range(part * HISTORIES // 8, (part + 1) * HISTORIES // 8):
         _history(seed)
 
 
@@ -392,8 +392,8 @@ def test_time_of_turns_is_that_of_the_longest_group_and_not_of_those_that_were_b
     pacer.taken(0, [0, 1, 2], 8.0)
     pacer.ordered(0, 8.5)
     pacer.trained(0, 10.5)
-    assert pacer.turns is not None
-    assert pacer.turns.most_s == pacer.turns.least_s == pytest.approx(4.0 + 0.5 + 2.0)
+    assert pacer.synchronous_time is not None
+    assert pacer.synchronous_time.most_s == pacer.synchronous_time.least_s == pytest.approx(4.0 + 0.5 + 2.0)
 
 
 def test_group_that_was_dropped_lengthens_the_turn_in_which_another_took_its_place() -> None:
@@ -404,15 +404,15 @@ def test_group_that_was_dropped_lengthens_the_turn_in_which_another_took_its_pla
         pacer.left(number, 4.0, ready=ready)
     pacer.taken(0, [1, 2], 4.0)
     pacer.trained(0, 5.0)
-    assert pacer.turns is not None
-    assert pacer.turns.most_s == pytest.approx(4.0 + 4.0 + 1.0)
+    assert pacer.synchronous_time is not None
+    assert pacer.synchronous_time.most_s == pytest.approx(4.0 + 4.0 + 1.0)
 
 
 def test_nothing_is_told_of_turns_where_a_group_was_ready_before_the_process_began() -> None:
     pacer = Eager().pacer()
     pacer.taken(3, [7], 1.0)
     pacer.trained(3, 2.0)
-    assert pacer.turns is None
+    assert pacer.synchronous_time is None
 
 
 def test_history_is_bounded() -> None:
@@ -435,7 +435,7 @@ def test_pacing_is_a_setting_that_says_when_it_cannot_be() -> None:
 
 def test_times_may_be_numbers_of_numpy() -> None:
     """The planner's clock has such; a comparison of two is no index of a tuple."""
-    batch = _Awaited(
+    batch = _AwaitedBatch(
         needed=1, lacking=1, spare=1, cohorts=[], want_s=np.array([1.0]), took_s=np.array([1.0, 2.0]), commit_s=0.5,
         due=(True, False),
     )  # fmt: skip

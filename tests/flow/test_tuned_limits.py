@@ -48,7 +48,7 @@ def test_second_cut_waits_until_the_first_has_taken_effect() -> None:
     ("stats", "capacity", "words"),
     [
         ({"cache_blocks_used": 97}, 12, "the cache is 97% full"),
-        ({"running": 10, "waiting": 6}, 14, "6 requests wait beside 10 that run"),
+        ({"running": 10, "waiting": 6}, 14, "6 requests wait while 10 run"),
         ({"running": 10, "waiting": 1}, 16, ""),
         ({"cache_blocks_used": 90}, 16, ""),
     ],

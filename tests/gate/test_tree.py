@@ -3,9 +3,11 @@
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from tools.gate import check
 from tools.gate.imports import ROOMS, optional_imports, optional_packages
-from tools.gate.source import read
+from tools.gate.source import Source, read
 from tools.gate.words import unique_classes
 from tools.house import Graph, Tree
 
@@ -17,10 +19,15 @@ def listed(findings: list[object]) -> str:
     return "\n".join(["", *map(str, findings)])
 
 
-def test_library_has_no_finding() -> None:
-    sources = read(ROOT, "src")
-    assert len(sources) > 30
-    findings = check(sources)
+@pytest.fixture(scope="module")
+def library() -> list[Source]:
+    """The sources of the library, each of which is parsed once for the tests below."""
+    return list(read(ROOT, "src"))
+
+
+def test_library_has_no_finding(library: list[Source]) -> None:
+    assert len(library) > 30
+    findings = check(library)
     assert not findings, listed([*findings])
 
 
@@ -29,13 +36,13 @@ def test_tests_tools_and_examples_have_no_finding() -> None:
     assert not findings, listed([*findings])
 
 
-def test_each_optional_package_has_one_home() -> None:
-    findings = optional_imports(read(ROOT, "src"), optional_packages(PYPROJECT))
+def test_each_optional_package_has_one_home(library: list[Source]) -> None:
+    findings = optional_imports(library, optional_packages(PYPROJECT))
     assert not findings, listed([*findings])
 
 
-def test_each_class_has_a_name_of_its_own_in_the_words_of_the_field() -> None:
-    findings = unique_classes(read(ROOT, "src"))
+def test_each_class_has_a_name_of_its_own_in_the_words_of_the_field(library: list[Source]) -> None:
+    findings = unique_classes(library)
     assert not findings, listed([*findings])
 
 

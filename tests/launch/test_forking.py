@@ -202,7 +202,34 @@ def test_a_server_that_stands_still_is_given_up(monkeypatch: pytest.MonkeyPatch,
                     pass
 
     asyncio.run(main())
-    assert "was ended by SIGKILL" in told[0]
+    assert "is stopped, and was ended after 0.2 s" in told[0]
+
+
+def test_a_server_that_is_stopped_is_told_of_while_it_is_waited_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "MODULE", "tests.launch.light_forks")
+    monkeypatch.setattr(module, "LOOK_S", 0.05)
+    told: list[str] = []
+
+    async def main() -> None:
+        brief(tmp_path, "scorer-0")
+        with forking(LaunchConfig(start_timeout_s=60)) as server:
+            assert server is not None
+            pid = server.pid
+            os.kill(pid, signal.SIGSTOP)
+
+            def hear(text: str) -> None:
+                told.append(text)
+                os.kill(pid, signal.SIGCONT)
+
+            with server.listening(hear):
+                async with asyncio.timeout(30), part(server, tmp_path, "scorer-0"):
+                    pass
+
+    asyncio.run(main())
+    assert len(told) == 1
+    assert "is stopped (SIGSTOP; kill -CONT" in told[0]
 
 
 @pytest.mark.parametrize("when", [pytest.param("it imports", marks=pytest.mark.slow), "a part is there"])

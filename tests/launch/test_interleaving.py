@@ -101,6 +101,50 @@ def test_a_line_that_no_engine_has_written_is_refused_by_its_number(tmp_path: Pa
         read_interleaving(tmp_path / "record")
 
 
+def lines_of_two_lives(path: Path) -> list[bytes]:
+    """The record of an engine that was started twice."""
+    first = DeliveryRecorder(path, RequestNames())
+    first.write([Commit(call=0, version=0), generate((7, 70), (8, 80))], 0)
+    first.write([Abort(request_ids=(8,))], 2)
+    DeliveryRecorder(path, RequestNames()).write([ScoreTokens(call=1, ids_T=IDS), generate((9, 90))], 3)
+    return path.read_bytes().splitlines(keepends=True)
+
+
+@pytest.mark.parametrize(
+    ("number", "old", "new"),
+    [
+        (2, b"70,80", b"70,81"),  # another request
+        (3, b'"steps":2', b'"steps":1'),  # another moment
+        (3, b"{", b"{ "),
+        (4, b',"crc":', b',"crc":1'),
+    ],
+)
+def test_a_changed_line_is_refused_by_its_number(tmp_path: Path, number: int, old: bytes, new: bytes) -> None:
+    record = tmp_path / "record"
+    lines = lines_of_two_lives(record)
+    assert len(read_interleaving(record)) == 5
+    lines[number - 1] = lines[number - 1].replace(old, new, 1)
+    record.write_bytes(b"".join(lines))
+    with pytest.raises(DataError, match=f"line {number}: it, or a line before it, has changed since"):
+        read_interleaving(record)
+
+
+def test_a_line_without_its_checksum_is_refused(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    lines = lines_of_two_lives(record)
+    record.write_bytes(b"".join(lines[:4]) + lines[4].partition(b',"crc"')[0] + b"}\n")
+    with pytest.raises(DataError, match="line 5: its checksum is missing"):
+        read_interleaving(record)
+
+
+def test_a_line_that_is_gone_is_refused(tmp_path: Path) -> None:
+    record = tmp_path / "record"
+    lines = lines_of_two_lives(record)
+    record.write_bytes(b"".join(lines[:2] + lines[3:]))
+    with pytest.raises(DataError, match="line 3: it, or a line before it, has changed since"):
+        read_interleaving(record)
+
+
 def test_a_disk_that_takes_no_more_costs_the_record_and_not_the_engine(capsys: pytest.CaptureFixture[str]) -> None:
     recorder = DeliveryRecorder(Path("/dev/full"), RequestNames())
     recorder.write([Commit(call=0, version=0)], 0)

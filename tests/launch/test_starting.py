@@ -12,7 +12,10 @@ from headrace.launch.local import START_REPORT_S, report_start
 
 def told(states: dict[str, list[str]]) -> list[tuple[float, str]]:
     """What is reported, and when, of processes whose states change at every report."""
-    children: list[Any] = [SimpleNamespace(role=role, state=each[0]) for role, each in states.items()]
+    children: list[Any] = [
+        SimpleNamespace(role=role, pid=7, state=each[0], peer=SimpleNamespace(halted=halted(each[0])))
+        for role, each in states.items()
+    ]
     lines: list[tuple[float, str]] = []
 
     def hear(text: str) -> None:
@@ -45,6 +48,13 @@ def test_a_start_that_takes_long_names_every_three_seconds_what_it_waits_for() -
     ]
 
 
-def test_a_stopped_process_is_not_said_to_load() -> None:
+def halted(state: str) -> str:
+    """What the process's peer says of a state in which it is stopped."""
+    return f"is {state}" if state.startswith("stopped") else ""
+
+
+def test_a_stopped_process_is_said_to_be_stopped_and_not_to_load() -> None:
     waits = told({"engine": ["stopped (SIGSTOP)"] * 4, "learner": ["starting"] * 4})
-    assert waits[0][1] == "starting for 3 s; learner: load the model"
+    assert waits[0][1] == "starting for 3 s; engine (pid 7) is stopped (SIGSTOP); learner: load the model"
+    waits = told({"engine": ["stopped (SIGSTOP)"] * 4, "learner": ["ready"] * 4})
+    assert waits[0][1] == "starting for 3 s; engine (pid 7) is stopped (SIGSTOP)"

@@ -8,6 +8,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import psutil
@@ -15,6 +16,7 @@ import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.types.messages.controller import Working
+from headrace.base.types.trace import Span
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import RankClient
 from headrace.launch.local_process import halted_below
@@ -66,11 +68,21 @@ class Watched:
 
     def __init__(self, *ranks: Rank) -> None:
         self.told: list[tuple[float, str]] = []
+        self.over: list[tuple[str, bool]] = []
+        self.spans: list[Span] = []
         children: Callable[[], Any] = lambda: ranks  # noqa: E731 - typed
-        self.vitals = Vitals(children=children, timeout_s=TIMEOUT_S, clock=VirtualClock(), warn=self._warn)
+        self.vitals = Vitals(
+            children=children,
+            timeout_s=TIMEOUT_S,
+            start_timeout_s=120.0,
+            clock=VirtualClock(),
+            warn=self._warn,
+            on_span=self.spans.append,
+        )
 
-    def _warn(self, text: str, *, kind: str = "") -> None:
+    def _warn(self, text: str, *, kind: str, over: bool = False) -> None:
         self.told.append((VirtualClock().now(), text))
+        self.over.append((kind, over))
 
     async def during(self, seconds: int, each_second: Callable[[int], None]) -> None:
         async with asyncio.TaskGroup() as group:
@@ -97,6 +109,7 @@ def test_a_learner_that_neither_ends_a_unit_nor_computes_is_told_within_the_time
         rank.ends_a_unit()
         await at.during(3, lambda _: rank.beats())
         assert "learner (pid 7) continues: micro-batch 3 of 8 of step 2 took" in at.told[-1][1]
+        assert at.over == [("learner hangs", False), ("learner hangs", True)]
         assert at.vitals.standstills() == []
 
     run_virtual(main())
@@ -159,6 +172,14 @@ def test_ranks_that_wait_for_one_that_computes_or_is_stopped_do_not_hang() -> No
         assert [text.partition(" (")[0] for _, text in at.told] == ["learner-1"]
         assert any(each.stopped for each in at.vitals.standstills())
         assert "the run ends after 192 s, 12 times run.stall_timeout_s" in at.told[-1][1]
+        second.words = ""
+        await at.during(5, step)
+        assert "was stopped for" in at.told[-1][1]
+        assert at.over == [("learner-1 is stopped", False), ("learner-1 is stopped", True)]
+        assert {(each.lane, each.name) for each in at.spans} == {("stopped", "learner-1")}
+        recorded = sorted((each.start_s, each.end_s) for each in at.spans)
+        assert all(end == start for (_, end), (start, _) in pairwise(recorded)), "the trace has it without a gap"
+        assert 57 <= recorded[-1][1] - recorded[0][0] <= 63
 
     run_virtual(main())
 
@@ -208,7 +229,10 @@ def test_time_in_which_the_controller_itself_was_stopped_counts_against_no_learn
             clock.ahead_s = 100.0
             await asyncio.sleep(3.0)
             watching.cancel()
-        assert at.told == []
+        ((_, text),) = at.told
+        assert text.startswith("the controller stood still for 100 s: it was stopped")
+        ((start_s, end_s),) = [(each.start_s, each.end_s) for each in at.spans if each.name == "controller"]
+        assert end_s - start_s == pytest.approx(100, abs=1)
         assert at.vitals.standstills() == []
 
     run_virtual(main())

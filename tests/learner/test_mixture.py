@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from headrace.base.errors import ConfigError
@@ -21,7 +23,7 @@ from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.models.config import LoraConfig
 from headrace.models.routing import find_routing
-from headrace.models.weights import correction_biases, weight_tensors
+from headrace.models.weights import CORRECTION_BIAS, correction_biases, weight_tensors
 from tests.learner.builders import Setup, assert_close, gradients, random_batch, tiny
 from tests.learner.test_parallel import KINDS
 from tests.learner.test_replay import SPEC, routed
@@ -82,6 +84,16 @@ def reference(model: torch.nn.Module, batch: Batch) -> torch.Tensor:
     return BALANCE * balance + Z * z
 
 
+def draw_biases(path: Path) -> None:
+    """Give the routers of a model, where they have correction biases, some that change what they choose."""
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    for name, tensor in tensors.items():
+        if name.endswith(CORRECTION_BIAS):
+            tensors[name] = torch.linspace(0.5, -0.5, tensor.numel()).reshape(tensor.shape).to(tensor)
+    save_file(tensors, file, {"format": "pt"})
+
+
 def in_float64(setup: Setup) -> torch.nn.Module:
     model = load_model(ModelConfig(path=str(setup.model_dir))).double()
     model.set_experts_implementation("eager")
@@ -108,9 +120,12 @@ def test_gradient_is_that_of_transformers_losses_over_the_whole_step(setup, conf
         torch.testing.assert_close(gradient, expected, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_moe_text", "granitemoe", "flex_olmo"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_moe_text", "granitemoe", "flex_olmo", "ernie4_5_moe", "laguna", "minimax_m2"]
+)
 def test_losses_of_other_families_are_those_of_transformers(kind, tmp_path):
     path = kinds.tiny(tmp_path / "model", kind) if kind in kinds.HYBRIDS else write(tmp_path / "model", kind)
+    draw_biases(path)
     batch, setup = random_batch(num_samples=12), Setup(model_dir=path)
     model = in_float64(setup)
     reference(model, batch).backward()
@@ -120,6 +135,19 @@ def test_losses_of_other_families_are_those_of_transformers(kind, tmp_path):
         wanted = dict(model.named_parameters())[name].grad
         expected = torch.zeros_like(gradient) if wanted is None else wanted.to(gradient)
         torch.testing.assert_close(gradient, expected, atol=1e-5 * max(scale, 1), rtol=1e-3)
+
+
+@pytest.mark.parametrize("size", [10_000, 20])
+def test_values_of_the_losses_are_told_before_their_coefficients(setup, size):
+    batch = random_batch(num_samples=12)
+    logits = [output[0].detach() for output in routers_of(in_float64(setup), batch)]
+    metrics = with_losses(setup, tokens_per_microbatch=size).learner().forward_backward(batch).metrics
+    balance = load_balancing_loss_func(tuple(logits), SPEC["num_experts"], SPEC["num_experts_per_tok"])
+    assert metrics["balance_loss"] == pytest.approx(float(balance), rel=1e-5)
+    assert metrics["router_z_loss"] == pytest.approx(float((torch.cat(logits).logsumexp(-1) ** 2).mean()), rel=1e-5)
+    only_z = replace(setup, config={"mixture": {"z_coef": Z}}).learner().forward_backward(batch).metrics
+    assert "balance_loss" not in only_z
+    assert "router_z_loss" not in setup.learner().forward_backward(batch).metrics
 
 
 def test_gradient_is_the_slope_of_the_losses(setup):
@@ -166,7 +194,7 @@ def test_recomputed_layers_count_once(setup):
 def test_losses_for_experts_are_refused_where_they_mean_nothing(model_dir, biased):
     with pytest.raises(ConfigError, match="has none"):
         with_losses(Setup(model_dir=model_dir)).learner()
-    with pytest.raises(ConfigError, match="no balance loss for the choices of a Glm4MoeForCausalLM"):
+    with pytest.raises(ConfigError, match="no balance loss for a Glm4MoeForCausalLM"):
         with_losses(biased).learner()
     model = biased.learner().model
     with pytest.raises(ConfigError, match="context or tensor above 1"):
@@ -187,6 +215,24 @@ def test_bias_of_each_expert_moves_by_the_sign_of_what_its_choices_are_short_of_
         assert {name: bias.tolist() for name, bias in found.items()} == {n: b.tolist() for n, b in wanted.items()}
     assert metrics["expert_bias_spread"] == pytest.approx(max(float(b.max() - b.min()) for b in wanted.values()))
     assert metrics["expert_bias_spread"] > 0
+
+
+@pytest.mark.parametrize("kind", ["laguna", "ernie4_5_moe"])
+def test_biases_that_are_parameters_move_too(kind, tmp_path):
+    setup = Setup(model_dir=write(tmp_path / "model", kind))
+    learner = moving(setup, keep_routing=False)
+    before = {name: bias.clone() for name, bias in correction_biases(learner.model).items()}
+    assert all(name in dict(learner.model.named_parameters()) for name in before)
+    learner.train(random_batch(num_samples=12))
+    moved = correction_biases(learner.model)
+    assert before
+    for name, bias in moved.items():
+        assert bias is weight_tensors(learner.model)[name]
+        step = (bias - before[name]).abs().flatten()
+        assert torch.allclose(step[step != 0], torch.tensor(RATE))
+        assert step.any()
+    copy = Copy(learner.model, [], "cpu")
+    assert {name for name, _ in copy.state()} >= set(moved)
 
 
 def test_moved_biases_are_published_saved_and_restored_with_the_weights(biased, tmp_path):

@@ -299,7 +299,7 @@ def test_every_rank_refuses_a_directory_that_cannot_be_loaded(two: Found, place:
         "a number": "infinite or not a number: model.layers.1.self_attn.q_proj.weight (1 of",
         "a shape": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight ([",
         "a tensor less": "lack what config.json asks for: model.layers.0.mlp.up_proj.weight",
-        "a tensor more": "hold weights of layers that config.json does not ask for: model.layers.0.self_attn.extra",
+        "a tensor more": "hold weights that config.json does not ask for: model.layers.0.self_attn.extra",
         "an end": "model.safetensors is damaged or incomplete",
     }
     assert found.keys() == words.keys()

@@ -154,7 +154,7 @@ def test_a_disk_that_fills_up_leaves_no_trace_and_the_run_can_save_later(model_d
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     assert f"{tmp_path}/step-000001.tmp-" in run.stdout
-    assert "are free there" in run.stdout
+    assert "were free there" in run.stdout
     assert "remedy:" in run.stdout
     (after,) = tmp_path.iterdir()
     assert (after / "optimizer.safetensors").is_file()

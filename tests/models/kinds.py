@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from headrace.models.tiny import TinySpec, make_tiny
 
@@ -129,6 +129,15 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 2, "chunk_size": 16},
 }
 """Kinds with layers that keep a state, one for each kind of mixer and of model around it."""
+
+
+def add_tokens(directory: Path) -> str:
+    """Give the tokenizer of a model more tokens than the model knows, and return the last of them."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    added = [f"<extra{number}>" for number in range(200)]
+    tokenizer.add_tokens(added)
+    tokenizer.save_pretrained(directory)
+    return added[-1]
 
 
 def tiny(directory: Path, kind: str, **extra: Any) -> Path:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 from headrace.base.errors import ModelError
 from headrace.models import ModelConfig, context_length, load_model, load_tokenizer
 from headrace.models.attention import PackedPlan, forward
+from headrace.models.endings import stop_ids
 from headrace.models.load import CACHE_LINE, num_weight_bytes
 from headrace.models.weights import refuse_not_finite
 from tests.models.kinds import tiny
@@ -114,15 +116,31 @@ def test_weights_that_cannot_be_compared_and_masks_in_buffers_pass() -> None:
     model.register_parameter("eight", torch.nn.Parameter(torch.zeros(2).to(torch.float8_e4m3fn), requires_grad=False))
     model.register_parameter("far", torch.nn.Parameter(torch.zeros(2, device="meta")))
     refuse_not_finite(model, "x")
+    model.register_buffer("e_score_correction_bias", torch.tensor([0.0, torch.nan]))
+    with pytest.raises(ModelError, match=r"e_score_correction_bias \(1 of 2 values\)"):
+        refuse_not_finite(model, "x")
 
 
-@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "model.norm.bias"),
+        "model.embed_positions.weight",
+        "model.layers.0.mtp_gate.weight",
+    ],
+)
 def test_weight_of_the_layers_that_the_model_does_not_compute_is_refused(copy: Path, name: str) -> None:
     tensors = load_file(copy / "model.safetensors")
-    save_file({**tensors, name: torch.zeros(3), "mtp.fc.weight": torch.zeros(3)}, copy / "model.safetensors")
+    unread = {"mtp.fc.weight": torch.zeros(3), "model.mtp.norm.weight": torch.zeros(3), "v_head.weight": torch.zeros(3)}
+    save_file({**tensors, **unread, name: torch.zeros(3)}, copy / "model.safetensors")
     assert f"does not ask for: {name}\n" in refused(copy)
     edit(copy / "config.json", num_nextn_predict_layers=1)
+    assert f"does not ask for: {name}\n" in refused(
+        copy
+    )  # a layer like the others, and none that predicts later tokens
     if "layers.2" in name:
+        later = {name: torch.zeros(3), "model.layers.2.eh_proj.weight": torch.zeros(3)}
+        save_file({**tensors, **later}, copy / "model.safetensors")
         load_model(ModelConfig(path=str(copy)))
 
 
@@ -132,12 +150,51 @@ def test_config_that_describes_a_far_larger_model_is_refused_before_one_is_built
     assert "describes a qwen3 of " in refused(copy)
 
 
+def test_tensor_that_one_expert_lacks_is_named(tmp_path: Path) -> None:
+    tiny(tmp_path, "qwen3_moe")
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = next(name for name in tensors if ".experts.1.up_proj" in name)
+    save_file({name: each for name, each in tensors.items() if name != lost}, tmp_path / "model.safetensors")
+    assert f"lack what config.json asks for: {lost}\n" in refused(tmp_path)
+
+
 def test_layers_that_transformers_does_not_know_are_refused_with_the_types_that_are_supported(copy: Path) -> None:
     edit(copy / "config.json", layer_types=["wavelet_attention", "full_attention"])
     said = refused(copy)
     assert "layers of type wavelet_attention" in said
     assert "sliding_attention" in said
     assert "compressed_sparse_attention" not in said
+    with pytest.raises(ModelError, match="layers of type wavelet_attention"):  # and the tokenizer is not blamed
+        load_tokenizer(str(copy))
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "reason"),
+    [
+        ("qwen3", {"max_position_embeddings": 0}, "whose config.json says max_position_embeddings=0"),
+        ("qwen3", {"hidden_act": "wobble"}, "transformers knows no hidden_act='wobble'"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "says num_experts_per_tok=9, of 4 experts"),
+        ("llama4_text", {"attention_chunk_size": None}, "says attention_chunk_size=None, with layers of type"),
+        ("llama4_text", {"attention_chunk_size": 0}, "says attention_chunk_size=0, with layers of type"),
+        ("mamba2", {"chunk_size": 0}, "says chunk_size=0"),
+        ("qwen3", {"rms_norm_eps": float("nan")}, "its logits are not numbers (NaN), as transformers itself"),
+    ],
+)
+def test_setting_that_no_model_can_have_is_named(
+    tmp_path: Path, kind: str, changes: dict[str, Any], reason: str
+) -> None:
+    path = tiny(tmp_path / "model", kind)
+    edit(path / "config.json", **changes)
+    assert reason in refused(path)
+
+
+def test_ends_outside_the_vocabulary_are_left_out_and_one_is_needed(copy: Path) -> None:
+    (copy / "generation_config.json").write_text("{}")
+    edit(copy / "generation_config.json", eos_token_id=[1, 2**20, -3])
+    assert stop_ids(str(copy), 2) == (2, 1)
+    assert stop_ids(str(copy), 2**21) == (1,)
+    edit(copy / "generation_config.json", eos_token_id=2**20)
+    assert "could end" in refused(copy, lambda path: stop_ids(path, 2**21))
 
 
 def test_tokenizer_that_is_not_there_is_refused(copy: Path) -> None:

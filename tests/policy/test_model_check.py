@@ -15,7 +15,7 @@ from headrace.policy import model_check
 from headrace.policy.model_check import ModelReport, check_model
 from headrace.run.cli.app import app
 from tests.models.families import FAMILIES, FAST, family
-from tests.models.kinds import tiny
+from tests.models.kinds import add_tokens, tiny
 
 PARTS = ["load", "gap learner", "pack", "gap engine", "decode", "train", "publish", "export"]
 CLOSE = {"pack": 1e-5}
@@ -45,6 +45,12 @@ def test_every_family_is_so_at_every_length(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_trains_an_adapter(name: str, tmp_path: Path) -> None:
     refute(check_model(str(family(tmp_path / "model", name)), longest=64, lora=True))
+
+
+def test_tokenizer_that_has_more_tokens_than_the_model_does_not_matter_to_its_weights(tmp_path: Path) -> None:
+    path = tiny(tmp_path / "model", "llama")
+    add_tokens(path)
+    refute(check_model(str(path), longest=32))
 
 
 def test_model_that_transformers_itself_cannot_run_is_refused_by_name(tmp_path: Path) -> None:

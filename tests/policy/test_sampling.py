@@ -400,3 +400,14 @@ def logprobs_by_transformers(policy: Policy, sample: Sample) -> np.ndarray:
     model.set_attn_implementation("sdpa")
     log_p = model(input_ids=ids[None]).logits[0].log_softmax(-1)
     return log_p[:-1].gather(1, ids[1:, None])[-len(sample.tokens) :, 0].numpy()
+
+
+def test_what_is_no_flat_list_of_samples_or_text_is_refused_by_name(model_dir):
+    async def ask(policy: Policy) -> None:
+        groups = await policy.sample(["ab"], n=2, max_new_tokens=2)
+        with pytest.raises(DataError, match=r"score\(\) got a list in place of a sample"):
+            await policy.score(groups)  # type: ignore[arg-type]
+        with pytest.raises(DataError, match="an answer is a list"):
+            policy.demonstrations(["ab"], [[1, 2]])  # type: ignore[list-item]
+
+    opened(load(model_dir), ask)

@@ -113,20 +113,22 @@ A mixture can be kept evenly used while it is trained:
 
 ```toml
 [learner.mixture]
-balance_coef = 0.001       # the load-balancing loss, as transformers defines it for routers without a bias
+balance_coef = 0.001       # the load-balancing loss, as transformers defines it
 z_coef = 0.001             # the router's z-loss, which keeps its logits small
 bias_rate = 0.001          # for routers that choose by a bias (DeepSeek-V3): how far each update moves it
 ```
 
 The losses are of the whole step, however it is packed and cut into micro-batches, and of data-parallel ranks together;
-the choices that count are the replayed ones. `balance_coef` is for routers that choose the experts of their greatest
-logits, of families for which transformers defines the loss (Mixtral, Qwen 2 to 3.5, OLMoE, gpt-oss, Granite, ...);
-`bias_rate` for those with a correction bias of their own (DeepSeek-V3, GLM-4.5, ...): after each update, the bias of an
-expert that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are
-part of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by
-name, and so are all three with `learner.parallel.context` or `tensor` above 1, and `bias_rate` with an adapter. The
-metrics `expert_load_max`, `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or
-without, and `expert_bias_spread` how far the biases have moved apart.
+the choices that count are the replayed ones. `balance_coef` is for families for which transformers defines the loss
+(Mixtral, Qwen 2 to 3.5, OLMoE, gpt-oss, Granite, Ernie 4.5, Laguna, MiniMax-M2, ...); where a router chooses by a bias
+as well, the loss counts the experts of its greatest logits, as transformers does. `bias_rate` is for families with a
+correction bias of their own (DeepSeek-V3, GLM-4.5, Ernie 4.5, Laguna, ...): after each update, the bias of an expert
+that was chosen less than the mean of its layer rises by `bias_rate`, and falls if it was chosen more. Biases are part
+of a version: they are published, kept in snapshots and copied with the weights. What a family lacks is refused by name,
+and so are all three with `learner.parallel.context` or `tensor` above 1, and `bias_rate` with an adapter. The metrics
+`expert_load_max`, `expert_load_min` and `experts_idle` say how evenly experts are used, with the losses or without (not
+with `learner.parallel.context` or `tensor` above 1), `balance_loss` and `router_z_loss` what the losses are before
+their coefficients, and `expert_bias_spread` how far the biases have moved apart.
 """
 """What the page says behind the table."""
 

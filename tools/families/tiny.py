@@ -167,6 +167,8 @@ def settings_of(kind: str) -> dict[str, Any]:
     if "kv_lora_rank" in known:  # keys and values of all heads come from the same latent numbers
         known["num_key_value_heads"] = known["num_attention_heads"]
     known = {name: value for name, value in known.items() if name not in fixed}
+    if hasattr(drawn, "is_decoder") and not drawn.is_encoder_decoder:
+        known["is_decoder"] = True  # without it, models such as bert attend to what follows
     return {**known, **(_MROPE if kind in MROPE else {}), **EXTRA.get(kind, {})}
 
 

@@ -11,13 +11,13 @@ from typing import Any, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from headrace.algo.formulas import CHAPTERS
-from headrace.algo.registry import rows
+from headrace.algo.registry import classes_by_kind
 from headrace.base.config import Section, descriptions
 from headrace.base.config.kinds import NameOf
 from headrace.engine.config import ENGINES, EngineSettings
 from tools.site.docstrings import as_markdown
 
-_ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in rows(union).values()}
+_ELSEWHERE = {id(kind) for _, _, union in CHAPTERS for kind in classes_by_kind(union).values()}
 """Formulas, which have their own document."""
 
 

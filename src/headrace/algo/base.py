@@ -41,7 +41,8 @@ the learner has kept, or the learner's weights of the version that sampled the t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """The token-aligned columns of whole samples, one after the other. Values outside the mask have no effect."""
+    """The inputs of losses and corrections: the token-aligned columns of whole samples, one after the other. Values
+    outside the mask have no effect."""
 
     log_pi_N: Tensor
     """log π under the weights that are being trained; carries the gradient."""
@@ -51,6 +52,7 @@ class LossInputs:
     log_mu_N: Tensor
     """log μ as the engine recorded it, without gradient."""
     advantages_N: Tensor
+    """The advantage of each token."""
     mask_N: Tensor
     """bool; whether each token carries loss."""
     samples_N: Tensor
@@ -83,20 +85,22 @@ class LossInputs:
         return self.version_now - self.versions_N
 
     def log_ratio_N(self, anchor: Anchor = "old") -> Tensor:
-        """Return log π/π_old or log π/μ, clamped; it carries the gradient."""
+        """Return log π/π_old, or log π/μ if ``anchor`` is ``"mu"``, of each token, clamped to ±20; it carries the
+        gradient."""
         return log_ratio(self.log_pi_N, self.log_old_N if anchor == "old" else self.log_mu_N)
 
     def log_rho_N(self) -> Tensor:
-        """Return log ρ = log π_old/μ, clamped, which corrections correct for."""
+        """Return log ρ = log π_old/μ of each token, clamped to ±20 and without gradient: the distance between the
+        policies that corrections correct for."""
         return log_ratio(self.log_old_N, self.log_mu_N)
 
     def sum_S(self, values_N: Tensor) -> Tensor:
-        """Return the sum of the values of each sample's tokens in the mask."""
+        """Return for each sample the sum of ``values_N`` over its tokens in the mask."""
         kept_N = values_N.masked_fill(~self.mask_N, 0.0)
         return values_N.new_zeros(self.num_samples).index_add(0, self.samples_N, kept_N)
 
     def mean_S(self, values_N: Tensor) -> Tensor:
-        """Return the mean of the values of each sample's tokens in the mask; 0 for a sample without any."""
+        """Return for each sample the mean of ``values_N`` over its tokens in the mask; 0 for a sample without any."""
         return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
 
 
@@ -109,10 +113,12 @@ class Ratio:
     count: Tensor | float
 
     def __float__(self) -> float:
+        """Return total / count; NaN if the count is 0."""
         return float(self.total) / float(self.count) if self.count else math.nan
 
 
 Metrics = Mapping[str, Ratio]
+"""Metrics by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,23 +152,23 @@ class TokenFormula(Protocol):
         ...
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask (N, bool) of the tokens selected from the whole batch. It is called only if ``columns``
-        has ``"selected"``."""
+        """Return the mask (N, bool) of the tokens that the formula treats in its own way, selected by a statistic of
+        the whole batch, of which ``whole`` has all columns. It is called only if ``columns`` has ``"selected"``."""
         ...
 
 
 class Loss(TokenFormula, Protocol):
-    """A loss: a small frozen configuration with one formula."""
+    """A loss: a small frozen record of settings with one formula, which gives a value for each token."""
 
     reduction: ClassVar[str]
     """The kind of the reduction that its paper uses."""
 
     def corrects(self) -> bool:
-        """Return whether the loss's own ratio is taken against μ, so that a factor ρ would correct twice."""
+        """Return whether the loss's own ratio is taken against μ, so that a correction by ρ would correct twice."""
         ...
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token of a micro-batch, before corrections and reduction."""
         ...
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
@@ -181,7 +187,7 @@ class Correction(TokenFormula, Protocol):
     """Whether it computes π_old for the loss, so that none has to be kept or computed."""
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor that multiplies the loss of every token of a micro-batch."""
         ...
 
 
@@ -214,7 +220,8 @@ class Reduction(Protocol):
     """A rule that combines the losses of all tokens into one number: Σ weight · token / Σ mass."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return the weight of every token of a batch, or of a part with whole groups, and the contribution to the
+        denominator."""
         ...
 
 
@@ -244,7 +251,8 @@ def tensor_of(name: str, value: Any) -> Tensor:
 
 
 def log_ratio(log_p: Tensor, log_q: Tensor, limit: float = 20.0) -> Tensor:
-    """Return log(p/q), clamped to ±``limit`` so that its exponential is finite.
+    """Return log(p/q) of each element, clamped to ±``limit`` so that its exponential is finite. The arguments are
+    log-probabilities.
 
     >>> import torch
     >>> log_ratio(torch.tensor([0.0]), torch.tensor([-100.0]))

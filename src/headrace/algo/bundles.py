@@ -1,4 +1,5 @@
-"""Complete recipes by name: the advantage, loss, correction and reduction that belong together."""
+"""Complete recipes by name (``algo.bundle``): the advantage, loss, correction and reduction that belong together. A
+*tree* is the table ``[algo]`` of a run file, or a part of it, as nested dicts; a *kind* is the name of one formula."""
 
 from __future__ import annotations
 
@@ -71,12 +72,16 @@ OFFERED = Registry[Tree](
     setting="algo.bundle",
     check=lambda made: None if isinstance(made, dict) else "is not a table of algo's keys",
 )
-"""The bundles of installed packages, which are tables as in :data:`BUNDLES`."""
+"""The bundles that installed packages (plugins) offer. Each is a table like those of :data:`BUNDLES`."""
 
 
 def expand(tree: Tree) -> Tree:
-    """Return ``tree`` with names replaced by tables, merged over the bundle that it names. A table of another kind
-    replaces the bundle's.
+    """Return the table ``[algo]`` in full. A formula that is given by its name alone becomes a table, such as
+    ``{"kind": "dapo"}`` for ``"dapo"``. If ``bundle`` names a bundle, the result is merged over that bundle's tables.
+
+    A table whose kind differs from that of the bundle's table replaces it as a whole. A table of the same kind, or
+    without a kind, overrides only the keys that it has. Corrections replace those of the bundle. Raises
+    :class:`~headrace.base.errors.ConfigError` for an unknown bundle.
 
     >>> expand({"bundle": "dapo", "loss": {"clip_high": 0.3}})["loss"]
     {'kind': 'dapo', 'clip_high': 0.3}
@@ -95,7 +100,8 @@ def expand(tree: Tree) -> Tree:
 
 
 def _as_table(key: str, value: Any) -> Any:
-    """Return the table for a name; for corrections, the list of tables."""
+    """Return the value of ``key`` of ``[algo]`` with each name of a formula replaced by a table of that kind. For
+    corrections, it is a tuple of tables, empty for ``"none"``; other values are returned unchanged."""
     if key == "correction":
         if isinstance(value, str | dict):
             value = [] if value == "none" else [value]
@@ -106,4 +112,5 @@ def _as_table(key: str, value: Any) -> Any:
 
 
 def _listed(value: Any) -> bool:
+    """Return whether a value is a list or a tuple."""
     return isinstance(value, list | tuple)

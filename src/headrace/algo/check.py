@@ -1,6 +1,7 @@
-"""The contract suite of a loss, which tests every loss of this package and can test the user's own.
+"""The contract suite of a loss, which tests every loss of this package and can test the user's own. The contract has
+several *clauses*; each is one property that every loss must have, and is tested on random batches.
 
-Shape legend: S samples of T positions, N = S·T tokens, K entries of a teacher's top.
+Shape legend: S samples of T positions, N = S·T tokens, K likeliest entries of a teacher.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TOLERANCE = 1e-6
 
 
 class ClauseBroken(Exception):
-    """The error that a clause does not hold. Its text says what was observed."""
+    """The error of a clause of the contract that does not hold. Its text says what was observed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class Finding:
     """The result for one clause of the contract."""
 
     clause: str
+    """The property in words, as in :data:`REMEDIES`."""
     holds: bool
     detail: str
     """What was measured, or what violated the clause."""
@@ -51,14 +53,17 @@ class LossReport:
     """The result of :func:`check_loss`."""
 
     ref: str
+    """The name of the loss, or ``file.py:function`` of the user's own."""
     findings: tuple[Finding, ...]
+    """One finding for each clause that was tested; only the first if that does not hold."""
 
     @property
     def ok(self) -> bool:
-        """Return whether every clause holds."""
+        """Whether every clause holds."""
         return all(finding.holds for finding in self.findings)
 
     def __str__(self) -> str:
+        """Return the report as lines of text, one for each clause."""
         rows = [f"  {'ok  ' if f.holds else 'FAIL'}  {f.clause}: {f.detail}" for f in self.findings]
         return "\n".join([f"{self.ref} {'keeps' if self.ok else 'breaks'} the contract", *rows])
 
@@ -114,7 +119,9 @@ def check_loss(ref: str | Section, seed: int = 0, options: Mapping[str, Any] | N
 
 
 def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding:
-    """Run one check and return its finding. Any error of the user's formula becomes a finding."""
+    """Run ``check``, the test of the clause named ``clause``, and return its finding. Any error of the user's formula
+    becomes a finding that does not hold. ``source`` is the path of the user's file, whose line the finding names;
+    ``None`` for a loss of this package."""
     try:
         return Finding(clause=clause, holds=True, detail=check())
     except ClauseBroken as broken:
@@ -128,12 +135,15 @@ def _judge(clause: str, check: Callable[[], str], source: str | None) -> Finding
 
 
 def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -> LossInputs:
-    """Return random samples in float64 with all columns, some tokens outside the mask, and neighbours in pairs."""
+    """Return a random batch for the tests: ``num_samples`` samples of ``length`` tokens in float64, with all columns,
+    some tokens outside the mask, and neighbouring samples in pairs of opposite advantages."""
 
     def normal(*shape: int) -> Tensor:
+        """Return random numbers of the standard normal distribution."""
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     def near(log_p_N: Tensor, spread: float) -> Tensor:
+        """Return logprobs that differ from ``log_p_N`` by random amounts of size ``spread``, all below 0."""
         return (log_p_N + spread * normal(len(log_p_N))).clamp(max=-0.01)
 
     tokens = num_samples * length
@@ -160,7 +170,8 @@ def example(generator: torch.Generator, num_samples: int = 4, length: int = 6) -
 
 
 def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) -> LossInputs:
-    """Return the given samples in this order; ``packed`` leaves out the tokens outside the mask."""
+    """Return the part of a batch with the samples of these indices, in this order, with its own numbering of samples;
+    ``packed`` leaves out the tokens outside the mask."""
     at = [(inputs.samples_N == sample).nonzero()[:, 0] for sample in samples]
     if packed:
         at = [rows[inputs.mask_N[rows]] for rows in at]
@@ -186,7 +197,8 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
 
 
 def leaves_of(inputs: LossInputs) -> dict[str, Any]:
-    """Return copies of the columns that carry a gradient, each a leaf of autograd."""
+    """Return copies of the columns that carry a gradient, by name, each a leaf of autograd, so that the loss can be
+    differentiated by them."""
     there = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
     return {name: column.detach().clone().requires_grad_() for name, column in there.items()}
 
@@ -197,15 +209,18 @@ class GradientTrial:
     raises :class:`ClauseBroken`."""
 
     objective: Objective
+    """The objective with the loss that is tested, without corrections."""
     seed: int
+    """The seed of the random batches."""
 
     @cached_property
     def inputs(self) -> LossInputs:
-        """Return the random batch with the columns that the objective reads."""
+        """The random batch of ``seed`` with the columns that the objective reads."""
         return self.batch(self.seed)
 
     def batch(self, seed: int) -> LossInputs:
-        """Return the batch of :func:`example` without the columns that the objective does not declare."""
+        """Return the batch of :func:`example` for this seed, with ``None`` for the optional columns that the objective
+        does not declare."""
         inputs = example(torch.Generator().manual_seed(seed))
         columns = self.objective.columns
         unread = [name for column, names in OPTIONAL.items() if column not in columns for name in names]
@@ -213,15 +228,18 @@ class GradientTrial:
         return replace(inputs, **absent)
 
     def prepared(self, inputs: LossInputs) -> LossInputs:
-        """Return the inputs with the tokens that are selected from the whole batch."""
+        """Return the inputs with one more column: the tokens that the objective selects from the whole batch, ``None``
+        if it selects none."""
         return replace(inputs, selected_NP=self.objective.prepare(inputs))
 
     def weights(self, inputs: LossInputs) -> Tensor:
-        """Return a different weight for each token, independent of its index, so that sums distinguish tokens."""
+        """Return the weight of each token in the loss, as a reduction would give it: different for each token, whatever
+        its index, so that a mistake in one token shows in the sum; 0 outside the mask."""
         return (1.5 + (1e4 * inputs.log_mu_N).sin()).masked_fill(~inputs.mask_N, 0.0)
 
     def run(self, inputs: LossInputs) -> tuple[Tensor, Tensor]:
-        """Return the loss and its gradient, with a row for every token: log π and the other columns with a gradient."""
+        """Return the loss of ``inputs`` and its gradient: a row for every token, with a column for log π and for each
+        other entry that carries a gradient."""
         leaves = leaves_of(inputs)
         loss = self.objective(replace(inputs, **leaves), self.weights(inputs)).loss
         grads = [torch.zeros_like(leaf) for leaf in leaves.values()]
@@ -230,15 +248,15 @@ class GradientTrial:
         return loss.detach(), torch.cat([grad if grad.ndim == 2 else grad[:, None] for grad in grads], dim=1)
 
     def shape(self) -> str:
-        """Check that there is one value per token."""
+        """Check that the loss gives one value per token. Return the shape."""
         tokens_N = self.objective(self.prepared(self.inputs), self.weights(self.inputs)).tokens
         if tokens_N.shape != self.inputs.log_pi_N.shape:
             raise ClauseBroken(f"shape {tuple(tokens_N.shape)} for inputs of shape {tuple(self.inputs.log_pi_N.shape)}")
         return f"shape {tuple(tokens_N.shape)}"
 
     def gradient(self) -> str:
-        """Check that the gradient is not zero on one of several batches: on a single one a formula may clip every
-        token."""
+        """Check that the gradient is not zero everywhere on at least one of five random batches: on a single one a
+        formula may clip every token. Return its greatest entry."""
         for seed in range(self.seed, self.seed + 5):
             _, grad = self.run(self.prepared(self.batch(seed)))
             if grad.any():
@@ -246,20 +264,22 @@ class GradientTrial:
         raise ClauseBroken("it is 0 for every token of five batches")
 
     def finite(self) -> str:
-        """Check that loss and gradient are finite."""
+        """Check that loss and gradient are finite. Return the loss."""
         loss, grad = self.run(self.prepared(self.inputs))
         if not (loss.isfinite() and grad.isfinite().all()):
             raise ClauseBroken(f"loss {loss.item()}, gradient {grad.tolist()}")
         return f"loss {loss.item():.6g} over {len(grad)} tokens"
 
     def derivative(self) -> str:
-        """Compare central differences with autograd."""
+        """Check that the gradient of autograd is the derivative of the loss, by central differences, with everything
+        that carries no gradient held constant. Return how closely they agree."""
         inputs = self.prepared(self.inputs)
         _, grad = self.run(inputs)
         held = StopGradientCache()
         weights_N = self.weights(inputs)
 
         def value(moved: LossInputs) -> float:
+            """Return the loss of the moved inputs as a number."""
             with held:
                 loss = self.objective(replace(moved, **leaves_of(moved)), weights_N).loss
             return float(loss.detach())
@@ -276,7 +296,8 @@ class GradientTrial:
         return _same(numeric, grad, "finite differences and autograd", tolerance=1e-5)
 
     def order(self) -> str:
-        """Compare the batch with its samples in reverse order."""
+        """Check that loss and gradients are the same if the samples are in reverse order. Return how closely they
+        agree."""
         back = take(self.inputs, range(self.inputs.num_samples - 1, -1, -1))
         (loss, grad), (loss_back, grad_back) = self.run(self.prepared(self.inputs)), self.run(self.prepared(back))
         rows = [(self.inputs.samples_N == s).nonzero()[:, 0] for s in range(self.inputs.num_samples - 1, -1, -1)]
@@ -284,7 +305,8 @@ class GradientTrial:
         return _same(grad_back, grad[torch.cat(rows)], "gradients in two orders")
 
     def cutting(self) -> str:
-        """Compare pairs of samples one after the other, padded and packed, with the whole batch."""
+        """Check that the batch gives the same loss and gradients in parts: pairs of samples one after the other, padded
+        and packed. Return what was compared."""
         whole = self.prepared(self.inputs)
         loss, grad = self.run(whole)
         pairs = [range(start, start + 2) for start in range(0, whole.num_samples, 2)]
@@ -296,7 +318,8 @@ class GradientTrial:
         return f"{len(pairs)} parts, padded and packed"
 
     def outside(self) -> str:
-        """Check that NaN outside the mask has no effect."""
+        """Check that NaN outside the mask has no effect, and that there is no gradient there. Return how many tokens
+        had NaN."""
         outside_N = ~self.inputs.mask_N
         names = [f.name for f in fields(self.inputs) if f.name.endswith(("_N", "_NK"))]
         columns = {name: getattr(self.inputs, name) for name in names if getattr(self.inputs, name) is not None}
@@ -312,7 +335,7 @@ class GradientTrial:
         return f"{int(outside_N.sum())} tokens of garbage"
 
     def extremes(self) -> str:
-        """Check that log-ratios of ±60 and ±1000 in float32 give finite results."""
+        """Check that log-ratios of ±60 and ±1000 in float32 give a finite loss and gradient. Return what was tried."""
         columns: Any = {name: getattr(self.inputs, name).float() for name in ("log_old_N", "log_mu_N", "advantages_N")}
         for far in (-60.0, -1000.0):
             swings = [("log_pi_N", far), ("log_old_N", far), ("log_mu_N", far)]
@@ -325,7 +348,8 @@ class GradientTrial:
         return "log-ratios to ±1000"
 
     def empty(self) -> str:
-        """Check that a batch without a token that carries loss, and one without tokens, have zero loss and gradient."""
+        """Check that a batch without a token that carries loss, and one without tokens, have zero loss and gradient.
+        Return that result in words."""
         nothing = replace(self.inputs, mask_N=torch.zeros_like(self.inputs.mask_N))
         for inputs in (nothing, take(self.inputs, [])):
             loss, grad = self.run(self.prepared(inputs))
@@ -354,11 +378,14 @@ class StopGradientCache(TorchFunctionMode):
         self._place: int | None = None
 
     def again(self, run: Callable[[LossInputs], float], inputs: LossInputs) -> float:
-        """Call ``run`` with other inputs, with the recorded values of the stop-gradients in order."""
+        """Call ``run`` with other inputs and return its result, with every stop-gradient replaced by the value that it
+        had in the first run, in the same order."""
         self._place = 0
         return run(inputs)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run one function of torch. If it is a stop-gradient, record its result in the first run, and return the
+        recorded one in later runs."""
         given = [*args, *(kwargs or {}).values()]
         carries = any(isinstance(value, Tensor) and value.requires_grad for value in given)
         result = func(*args, **(kwargs or {}))
@@ -373,6 +400,7 @@ class StopGradientCache(TorchFunctionMode):
 
 
 def _copy(value: Any) -> Any:
+    """Return a copy of a tensor; any other value is returned as it is."""
     return value.clone() if isinstance(value, Tensor) else value
 
 

@@ -1,4 +1,8 @@
-"""The settings of the mathematics: ``[algo]`` of a run file. Importing this module does not import torch."""
+"""The settings of the mathematics: ``[algo]`` of a run file. Importing this module does not import torch.
+
+π is the policy in training, μ the one that sampled a token, π_old the one that a loss's ratio is taken against, and
+ρ = π_old/μ. *Stale* tokens are those that older weights sampled.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +64,8 @@ class AlgoConfig(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """Replace names by tables, merge them over the bundle, and fill in the keys that the loss chooses."""
+        """Return the table ``[algo]`` with names replaced by tables, merged over the bundle that it names, and with the
+        keys that the loss chooses. Settings that are no table are returned unchanged."""
         return _fill(expand(dict(tree))) if isinstance(tree, dict) else tree
 
     @pydantic.model_validator(mode="after")
@@ -83,7 +88,8 @@ class AlgoConfig(Section):
         return self
 
     def _refuse_several(self) -> None:
-        """Refuse several updates of a batch where a formula reads the weights before its only update."""
+        """Refuse several updates of one batch (``epochs``, ``minibatches``) if a formula uses the whole batch under the
+        weights before it, or if there is a critic, which learns once of a batch."""
         if self.epochs * self.minibatches == 1:
             return
         once = {"selected": "chooses its tokens", "baseline": "takes its baseline"}
@@ -97,7 +103,8 @@ class AlgoConfig(Section):
             )
 
     def _refuse_unread_old(self) -> None:
-        """Refuse kept weights if no formula reads log π_old: they would be kept for nothing."""
+        """Refuse ``old = "kept"`` or ``"sampled"`` if no formula reads log π_old: copies of weights would be kept for
+        nothing."""
         parts = (self.loss, *self.correction)
         replaced = next((part for part in self.correction if part.replaces_old), None)
         if replaced is None and any("log_old" in part.columns() for part in parts):
@@ -120,25 +127,28 @@ class AlgoConfig(Section):
 
     @property
     def columns(self) -> frozenset[Column]:
-        """Return the columns that loss and corrections read beyond those that every batch has."""
+        """The columns that loss and corrections read beyond those that every batch has."""
         return frozenset[Column]().union(*(part.columns() for part in (self.loss, *self.correction)))
 
     @property
     def corrected(self) -> bool:
-        """Return whether tokens of older weights are corrected for, which an asynchronous run requires."""
+        """Whether tokens of older weights are corrected for, by the loss or by a correction, or need no correction. An
+        asynchronous run requires it."""
         columns = self.loss.columns()
         by_itself = self.loss.corrects() or (self.old in ("engine", "sampled") and "log_old" in columns)
         return not columns & {"log_old", "log_mu"} or by_itself or any(part.corrects for part in self.correction)
 
     @property
     def clip_is_idle(self) -> bool:
-        """Return whether the loss's ratio is 1 in value, so that neither its clip nor its bounds act on any token."""
+        """Whether the loss's ratio π/π_old is 1 in value, because a batch is one update and π_old are the weights
+        before it, so that neither its clip nor its bounds act on any token."""
         replaced = any(part.replaces_old for part in self.correction)
         several = self.epochs * self.minibatches > 1
         return not several and self.old == "learner" and _has_ratio_to_old(self.loss) and not replaced
 
     def credit(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode (or token, if ``advantage.per_token``) from its shaped reward."""
+        """Return the advantage of every episode (or of every token, if ``advantage.per_token``), computed from its
+        shaped reward. ``outcomes`` has the rewards of a group or of a batch."""
         return self.advantage(self.shaped(outcomes))
 
     def shaped(self, outcomes: Outcomes) -> Outcomes:
@@ -159,8 +169,8 @@ class AlgoConfig(Section):
 
 
 def _fill(tree: dict[str, Any]) -> dict[str, Any]:
-    """Add the reduction and the correction that go with the loss to the table ``[algo]``, where it does not set
-    them."""
+    """Return the table ``[algo]`` with the reduction and the correction that go with its loss, where it does not set
+    them. ``tree`` itself is changed; an invalid loss is left for the validation to report."""
     try:
         loss: AnyLoss = _LOSS.validate_python(tree.get("loss", Dapo()))
     except pydantic.ValidationError:
@@ -172,12 +182,13 @@ def _fill(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weighed_by_rho(loss: AnyLoss) -> bool:
-    """Return whether a correction by π_old/μ goes with the loss: it reads π_old, and takes no ratio to μ itself."""
+    """Return whether a correction by ρ = π_old/μ goes with the loss: it reads log π_old, and takes no ratio to μ
+    itself."""
     return "log_old" in loss.columns() and not loss.corrects()
 
 
 def _has_ratio_to_old(loss: AnyLoss) -> bool:
-    """Return whether the loss's ratio is π/π_old. That of a function of the user is not known."""
+    """Return whether the loss's ratio is π/π_old. It is false for a function of the user, whose ratio is not known."""
     return _weighed_by_rho(loss) and "log_mu" not in loss.columns()
 
 

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+"""The name of an estimator; :func:`estimate` has their formulas."""
 
 
 def estimate(kind: Estimator, log_pi: Tensor, log_ref: Tensor) -> Tensor:

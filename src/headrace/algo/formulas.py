@@ -13,7 +13,7 @@ from headrace.algo.corrections import AnyCorrection
 from headrace.algo.divergence import estimate
 from headrace.algo.losses import AnyLoss
 from headrace.algo.reductions import AnyReduction
-from headrace.algo.registry import options_of, rows
+from headrace.algo.registry import classes_by_kind, options_of
 from headrace.algo.returns import gae, value_loss
 from headrace.algo.shaping import AnyShaping
 from headrace.base.config import descriptions
@@ -69,7 +69,7 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
 
 
 def document() -> str:
-    """Return the whole document."""
+    """Return the whole text of docs/formulas.md."""
     return "\n".join([HEAD, *_chapters(), *_functions(), *_bundles()])
 
 
@@ -77,7 +77,7 @@ def _chapters() -> Iterator[str]:
     """Yield the chapters of the document: a heading for each kind of formula, and an entry for each of its rows."""
     for title, note, union in CHAPTERS:
         yield f"## {title}\n\n{note}\n"
-        for name, kind in rows(union).items():
+        for name, kind in classes_by_kind(union).items():
             yield from _entry(name, kind)
 
 
@@ -97,13 +97,16 @@ def _entry(name: str, kind: type[Any]) -> Iterator[str]:
 
 
 def _one_line(name: str, key: str, description: str | None) -> str:
+    """Return the meaning of an option as one line of a Markdown table. Raises ``LookupError``, which names the option
+    ``key`` of the formula ``name``, if it has no docstring."""
     if not description:
         raise LookupError(f"option {key!r} of {name!r} has no docstring")
     return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
 
 
 def _functions() -> Iterator[str]:
-    """Yield the Markdown of the KL estimators, the returns and the metrics."""
+    """Yield the Markdown of the chapters that are not made from settings: the KL estimators, the returns with the
+    critic's loss, and the metrics."""
     yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
     yield _prose(estimate) + "\n"
     yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"
@@ -117,7 +120,7 @@ def _functions() -> Iterator[str]:
 
 
 def _prose(function: Callable[..., Any]) -> str:
-    """Return a docstring without its examples."""
+    """Return the docstring of a function without its examples."""
     text, _, _ = (inspect.getdoc(function) or "").partition("\n>>>")
     return text.strip()
 
@@ -135,7 +138,8 @@ def _bundles() -> Iterator[str]:
 
 
 def _settings(value: Any) -> str:
-    """Return a setting as text: its kind, and its options in parentheses."""
+    """Return a part of a bundle as text for the table: the kind of the formula, and its options in parentheses; several
+    corrections are joined by ``and``."""
     if isinstance(value, list):
         return " and ".join(_settings(part) for part in value)
     options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "kind")

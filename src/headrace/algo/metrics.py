@@ -2,12 +2,13 @@
 
 log π/μ differs from 0 for two reasons, which are reported separately: the engine's numbers are not exactly the
 learner's (``mismatch``, which tokens of age 0 show alone), and the weights have changed since (``staleness``, which
-tokens of higher age show in addition). :data:`headrace.base.types.metrics.LOSS_METRICS` describes each metric.
+tokens of higher age show in addition). π is the policy in training, μ the one that sampled. A metric is a ``Ratio``: a
+total and a count. :data:`headrace.base.types.metrics.LOSS_METRICS` describes each metric.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from headrace.algo.base import LossInputs, Ratio, log_ratio
@@ -49,7 +50,7 @@ def off_policy(inputs: LossInputs, log_learner_N: Tensor) -> dict[str, Ratio]:
 
 
 def kl_ref(log_pi_N: Tensor, log_ref_N: Tensor, mask_N: Tensor) -> Ratio:
-    """Return KL(π‖π_ref) over the mask, by k3."""
+    """Return the mean of the k3 estimate of KL(π‖π_ref) over the tokens in the mask."""
     return _mean(estimate("k3", log_pi_N, log_ref_N), mask_N)
 
 
@@ -71,7 +72,8 @@ def by_age(name: str, values_N: Tensor, inputs: LossInputs) -> dict[str, Ratio]:
 
 
 def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
-    """Return the combined metrics of several micro-batches or ranks."""
+    """Return the combined metrics of several micro-batches or ranks: for each name, the sum of the totals and of the
+    counts."""
     out: dict[str, Ratio] = {}
     for metrics in parts:
         for name, ratio in metrics.items():
@@ -81,10 +83,24 @@ def add(parts: Iterable[Mapping[str, Ratio]]) -> dict[str, Ratio]:
 
 
 def means(metrics: Mapping[str, Ratio]) -> dict[str, float]:
-    """Return every metric as a number, with the :func:`derived` ones; a metric without counted tokens is left out."""
-    counts = {name: float(ratio.count) for name, ratio in metrics.items()}
-    out = {name: float(ratio.total) / counts[name] for name, ratio in metrics.items() if counts[name] > 0}
+    """Return every metric as a number, its total divided by its count, with the :func:`derived` ones; a metric without
+    counted tokens is left out."""
+    totals = _numbers([ratio.total for ratio in metrics.values()] + [ratio.count for ratio in metrics.values()])
+    pairs = zip(metrics, totals[: len(metrics)], totals[len(metrics) :], strict=True)
+    out = {name: total / count for name, total, count in pairs if count > 0}
     return out | derived(out)
+
+
+def _numbers(values: Sequence[Tensor | float]) -> list[float]:
+    """Return the values as Python numbers, in order. Tensors on a GPU are fetched together, since each fetch waits for
+    it."""
+    tensors = [value.detach().double() for value in values if not isinstance(value, int | float)]
+    if not tensors:
+        return [float(value) for value in values]
+    import torch  # only here: a controller has numbers, and no torch
+
+    fetched = iter(torch.stack(tensors).cpu().tolist())
+    return [float(value) if isinstance(value, int | float) else next(fetched) for value in values]
 
 
 def derived(means: Mapping[str, float]) -> dict[str, float]:
@@ -111,4 +127,5 @@ def derived(means: Mapping[str, float]) -> dict[str, float]:
 
 
 def _mean(values_N: Tensor, mask_N: Tensor) -> Ratio:
+    """Return the mean of ``values_N`` over the mask, as a total and a count."""
     return Ratio(values_N.masked_fill(~mask_N, 0.0).sum(), mask_N.sum())

@@ -1,4 +1,5 @@
-"""The mathematics as plain functions on [B, T] tensors, through the same code that a run uses."""
+"""The mathematics as plain functions on [B, T] tensors (B sequences of T tokens), for notebooks and checks, through the
+same code that a run uses. A *kind* is the name of a formula, and a *table* is its settings as a dict."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from headrace.algo.objective import Objective
 
 Choice = str | Mapping[str, Any] | Section
+"""A formula with its settings: a name, a table or a record of settings."""
 
 
 def loss(
@@ -107,8 +109,8 @@ def kl(name: Estimator, log_pi: Any, log_ref: Any) -> Tensor:
 
 
 def _log_pi(given: Any) -> Tensor:
-    """Return ``log_pi`` as a floating-point tensor. Raises :class:`~headrace.base.errors.ConfigError` unless it is [B,
-    T] or [T]."""
+    """Return ``log_pi`` as the user gave it as a floating-point tensor. Raises
+    :class:`~headrace.base.errors.ConfigError` unless it is [B, T] or [T]."""
     log_pi = tensor_of("log_pi", given)
     if log_pi.ndim not in (1, 2):
         raise ConfigError(f"log_pi has shape {tuple(log_pi.shape)}", remedy="give it [B, T], or [T] for one sequence")
@@ -116,8 +118,9 @@ def _log_pi(given: Any) -> Tensor:
 
 
 def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a loss's table with options merged in. For a loss of the user's own, undeclared options go to its
-    function."""
+    """Return the table of settings of a loss, ``loss``, with ``options`` merged in. For a loss of the user's own,
+    options that it does not declare become arguments of its function. Raises :class:`~headrace.base.errors.ConfigError`
+    for an unknown option."""
     kind = find(LOSSES, "loss", loss["kind"])
     options = _for_function(kind, loss, options)
     _refuse_unknown(options, {loss["kind"]: kind})
@@ -125,7 +128,8 @@ def with_options(loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, 
 
 
 def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``options``, with those for the user's function moved into ``options`` if the loss is such a function."""
+    """Return ``options``; if the loss is a function of the user (``kind`` is ``Custom``), those that are no settings of
+    it are moved into its setting ``options``, the arguments of the function."""
     if kind is not Custom:
         return dict(options)
     own = {key: value for key, value in options.items() if key not in options_of(kind)}
@@ -136,8 +140,9 @@ def _for_function(kind: type[Any], loss: dict[str, Any], options: Mapping[str, A
 def _config(
     name: str, correction: Choice | Sequence[Choice] | None, reduction: Choice | None, options: Mapping[str, Any]
 ) -> AlgoConfig:
-    """Return the settings for the arguments, with each option in the table of the only formula that has it and does
-    not set it."""
+    """Return the settings of ``[algo]`` for the arguments of :func:`loss`. Each option goes into the table of the one
+    formula (loss, correction or reduction) that has it and does not set it. Raises
+    :class:`~headrace.base.errors.ConfigError` for unknown or ambiguous names and options."""
     if correction is None or correction == "none":
         correction = ()
     if not isinstance(correction, str | Mapping | Section | Sequence):
@@ -159,7 +164,9 @@ def _config(
 
 
 def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]]) -> dict[str, Any]:
-    """Return the table that the option ``key`` belongs to: the only one that has it and does not set it already."""
+    """Return the table that the option ``key`` belongs to. ``having`` are the formulas that have such an option: name,
+    keys already set, all options, and table. Raises :class:`~headrace.base.errors.ConfigError` if all of them set it
+    already, or several could take it."""
     free = [(name, table) for name, set_already, _, table in having if key not in set_already]
     if not free:
         names = " and ".join(name for name, *_ in having)
@@ -174,8 +181,8 @@ def _owner(key: str, having: list[tuple[str, set[str], set[str], dict[str, Any]]
 
 
 def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, Any]]:
-    """Return the class that a choice names, and its options, of the registry ``union``. ``what`` names the kind of
-    formula in errors."""
+    """Return the class of settings that ``choice`` names, and its table of settings, as ``choice`` gives it. ``union``
+    is the registry of the formulas, and ``what`` is the noun for one in errors, such as ``loss``."""
     if isinstance(choice, Section):
         return type(choice), choice.model_dump()
     if not isinstance(choice, str | Mapping):
@@ -187,7 +194,8 @@ def _table(union: Any, what: str, choice: Choice) -> tuple[type[Any], dict[str, 
 def _refuse_unknown(
     options: Mapping[str, Any], kinds: Mapping[str, type[Section]], extra: frozenset[str] = frozenset()
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` has."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for an option that none of the formulas ``kinds`` (classes of
+    settings by name) has. The names ``extra`` are allowed too."""
     known = extra.union(*(options_of(kind) for kind in kinds.values()))
     for key in options:
         if key not in known:
@@ -209,7 +217,9 @@ def _refuse_missing(objective: Objective, given: Mapping[str, Any]) -> None:
 
 
 def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: Objective) -> LossInputs:
-    """Return the columns concatenated over sequences, padding included."""
+    """Return the columns that the user gave as [B, T] in the form of a micro-batch: all sequences one after the other,
+    padding included. ``groups`` are the labels of the sequences' prompts. Raises
+    :class:`~headrace.base.errors.ConfigError` for columns of another shape."""
     import torch
 
     log_pi = given["log_pi"]
@@ -262,7 +272,8 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
 
 
 def _run(objective: Objective, inputs: LossInputs, log_pi: Tensor) -> LossOutput:
-    """Compute the objective as a learner does, with the batch as one micro-batch."""
+    """Compute the objective of ``inputs`` as a learner does, with the batch as one micro-batch, and return the result
+    with the tokens' values in the shape of ``log_pi`` and with the derived metrics."""
     import torch
 
     from headrace.algo.metrics import derived, means

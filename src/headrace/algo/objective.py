@@ -38,11 +38,15 @@ from headrace.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """A loss, the corrections that multiply it, and the reduction that weighs it."""
+    """The objective of a learner's step: a loss, the corrections that multiply it, and the reduction that weighs its
+    tokens. It is called with each micro-batch."""
 
     loss: Loss
+    """The formula of each token's value."""
     corrections: tuple[Correction, ...]
+    """The formulas of factors, in the order in which they are applied."""
     reduction: Reduction
+    """The rule for the tokens' weights."""
     old: Old = "learner"
     """The policy whose log-probabilities a run gives as log π_old."""
     critic: GaeAdvantage | None = None
@@ -56,7 +60,7 @@ class Objective:
 
     @classmethod
     def build(cls, config: AlgoConfig) -> Objective:
-        """Return the objective for the settings ``config``."""
+        """Return the objective that the settings ``[algo]`` describe."""
         critic = config.advantage if isinstance(config.advantage, GaeAdvantage) else None
         teaching = config.advantage if isinstance(config.advantage, ReverseKl) else None
         return cls(
@@ -72,17 +76,17 @@ class Objective:
 
     @property
     def num_updates(self) -> int:
-        """Return the number of updates that are made from one batch."""
+        """The number of optimizer updates that are made from one batch."""
         return self.epochs * self.minibatches
 
     @property
     def parts(self) -> tuple[TokenFormula, ...]:
-        """Return the loss and its corrections."""
+        """The loss and its corrections, in this order."""
         return (self.loss, *self.corrections)
 
     @property
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the objective reads beyond those that every batch has."""
+        """The columns that the objective reads beyond those that every batch has, and the learner has to provide."""
         given: frozenset[Column] = (
             frozenset({"log_old"}) if any(part.replaces_old for part in self.corrections) else frozenset()
         )
@@ -90,12 +94,13 @@ class Objective:
 
     @property
     def selects(self) -> bool:
-        """Return whether tokens are selected from the whole batch. If so, the learner computes log π of the whole
-        batch first, and then calls ``prepare``."""
+        """Whether tokens are selected from the whole batch. If so, the learner computes log π of the whole batch first,
+        and then calls ``prepare``."""
         return "selected" in self.columns
 
     def weights(self, layout: BatchLayout) -> Tensor:
-        """Return the weight of every token of the batch (N, float32), 0 outside the mask."""
+        """Return the weight of every token of a whole batch in its loss (N, float32), by the reduction and divided by
+        its denominator; 0 outside the mask."""
         shares = self.shares(layout)
         return shares.weights_N / shares.mass.clamp(min=1.0)
 
@@ -122,8 +127,9 @@ class Objective:
         return torch.stack(chosen, dim=1)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
-        """Return the share of these samples in the batch's loss, with gradient. ``weights_N`` are their rows of
-        ``weights``."""
+        """Return the share of a micro-batch in the batch's loss, with gradient, and its metrics. ``weights_N`` are the
+        weights of its tokens, from :meth:`weights`. Raises :class:`~headrace.base.errors.ConfigError` if a column that
+        a formula reads is missing."""
         self._check(inputs)
         inputs = _clean(inputs)
         log_learner_N = inputs.log_old_N if self.old == "learner" else inputs.log_pi_N.detach()
@@ -148,7 +154,7 @@ class Objective:
         return LossOutput(loss=(weights_N * tokens_N).sum(), tokens=tokens_N.detach(), metrics=metrics)
 
     def _own(self, part: TokenFormula, inputs: LossInputs) -> LossInputs:
-        """Return the inputs with only this part's column of selected tokens."""
+        """Return the inputs for one formula ``part``: if it selects tokens, ``selected_NP`` has only its own column."""
         if "selected" not in part.columns():
             return inputs
         assert inputs.selected_NP is not None
@@ -168,7 +174,9 @@ class Objective:
     def _measure(
         self, inputs: LossInputs, factor_N: Tensor, clipped_N: Tensor | None, metrics: dict[str, Ratio]
     ) -> None:
-        """Add the metrics of corrections, clipping and entropy to ``metrics``."""
+        """Add to ``metrics`` the mean factor of the corrections and the share of tokens that they reject, the share of
+        clipped tokens by age, and the mean entropy, as far as there are any. ``factor_N`` is the product of the
+        corrections, ``clipped_N`` the loss's mask of clipped tokens (``None``: it has no bound)."""
         count = inputs.mask_N.sum()
         if self.corrections:
             kept_N = factor_N.masked_fill(~inputs.mask_N, 0.0)
@@ -180,6 +188,7 @@ class Objective:
             metrics["entropy"] = Ratio(inputs.entropy_N.detach().sum(), count)
 
 
+# the remedy where a column is missing
 _SOURCES: dict[str, str] = {
     "log_ref": "give log_ref: log-probabilities of a reference policy",
     "entropy": "give the entropy of every token",
@@ -207,11 +216,13 @@ def usable(mask_N: Tensor, log_mu_N: Tensor) -> tuple[Tensor, dict[str, Tensor]]
 
 
 def _clean(inputs: LossInputs) -> LossInputs:
-    """Return every column in float32 or better with 0 outside the mask, so that no value there has an effect."""
+    """Return the inputs with every column in at least float32 and with 0 outside the mask, so that no value there (NaN,
+    for example) has an effect."""
     outside_N = ~inputs.mask_N
 
     def column(x_N: Tensor | None) -> Tensor | None:
-        """Return a column in at least float32, with 0 at the tokens that carry no loss; ``None`` stays."""
+        """Return a column in at least float32, with 0 at the tokens that carry no loss; ``None`` for a column that is
+        missing."""
         if x_N is None:
             return None
         wide = x_N if x_N.element_size() >= 4 else x_N.float()

@@ -1,5 +1,6 @@
 """Reductions: rules that combine the losses of tokens into one number. A new one is a class and a row of
-``AnyReduction``."""
+``AnyReduction``. A reduction returns a weight for each token and the denominator: the loss is Σ weight · token /
+denominator over the batch. N tokens, S samples; a *sequence* is the samples of one rollout."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ class TokenMean(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return the weight 1 for every token in the mask, with the number of these tokens as the denominator."""
         mask_N = layout.mask_N.float()
         return Shares(weights_N=mask_N, mass=mask_N.sum())
 
@@ -55,7 +56,8 @@ class SequenceMeanTokenMean(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return for every token in the mask 1 / (number of tokens of its sequence), with the number of sequences as
+        the denominator."""
         tokens_N, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_episodes)
 
@@ -72,7 +74,7 @@ class SequenceMeanTokenSum(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return the weight 1 for every token in the mask, with the number of sequences as the denominator."""
         _, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float(), mass=num_episodes)
 
@@ -91,7 +93,7 @@ class ConstantDivisor(Section):
     """L, the constant. The longest answer allowed, in tokens, gives losses of the usual size."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return the weight 1/L for every token in the mask, with the number of sequences as the denominator."""
         _, num_episodes = tokens_by(layout.episodes_S, layout)
         return Shares(weights_N=layout.mask_N.float() / self.normalizer, mass=num_episodes)
 
@@ -108,7 +110,8 @@ class PromptMean(Section):
     """The name that selects this reduction."""
 
     def __call__(self, layout: BatchLayout) -> Shares:
-        """Return the weight of every token and the contribution to the denominator."""
+        """Return for every token in the mask 1 / (number of tokens of its prompt), with the number of prompts as the
+        denominator."""
         tokens_N, num_groups = tokens_by(layout.groups_S, layout)
         return Shares(weights_N=layout.mask_N.float() / tokens_N, mass=num_groups)
 

@@ -1,4 +1,5 @@
-"""The names of formulas, which are the ``kind`` of each class in a union of settings."""
+"""The names of formulas: of advantages, losses, reductions and corrections. The name of a formula is the ``kind`` of
+its class of settings; all formulas of one sort are the members of a union of classes, or of a registry."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ from headrace.base.config.kinds import Kinds
 from headrace.base.errors import ConfigError, nearest
 
 
-def rows(union: Any) -> dict[str, type[Any]]:
-    """Return the settings classes of a union by their kind.
+def classes_by_kind(union: Any) -> dict[str, type[Any]]:
+    """Return the settings classes that are the members of ``union``, by their ``kind``.
 
     >>> from headrace.algo.reductions import AnyReduction
-    >>> sorted(rows(AnyReduction))[:2]
+    >>> sorted(classes_by_kind(AnyReduction))[:2]
     ['constant', 'prompt_mean']
     """
     kinds: tuple[type[Section], ...] = get_args(union)
@@ -21,7 +22,12 @@ def rows(union: Any) -> dict[str, type[Any]]:
 
 
 def find(kinds: Kinds, what: str, name: object) -> type[Any]:
-    """Return the settings class called ``name``. Raises :class:`ConfigError` that suggests the nearest name."""
+    """Return the settings class of ``kinds`` whose ``kind`` is ``name``: a class of the core or of an installed
+    package.
+
+    ``what`` is the noun for a formula of these kinds, such as ``loss``, with which the message of an error begins.
+    Raises :class:`ConfigError`, which suggests the nearest name, for a name that does not exist.
+    """
     known = kinds.registry.names()
     if not isinstance(name, str):
         raise ConfigError(f"{what} {name!r} is not a name", remedy=f"name one of: {', '.join(sorted(known))}")
@@ -31,7 +37,7 @@ def find(kinds: Kinds, what: str, name: object) -> type[Any]:
 
 
 def named(name: str) -> dict[str, Any]:
-    """Return the table for a name alone; ``file.py:function`` is a custom formula.
+    """Return the table of settings that a formula's name alone stands for; ``file.py:function`` is a custom formula.
 
     >>> named("gspo"), named("my_losses.py:my_loss")
     ({'kind': 'gspo'}, {'kind': 'custom', 'ref': 'my_losses.py:my_loss'})
@@ -40,5 +46,5 @@ def named(name: str) -> dict[str, Any]:
 
 
 def options_of(kind: type[Section]) -> set[str]:
-    """Return the names of the options of a settings class."""
+    """Return the names of the options of a formula: the fields of its settings class without ``kind``."""
     return set(kind.model_fields) - {"kind"}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Gae(NamedTuple):
-    """The result of :func:`gae`; both tensors are 0 outside the mask and carry no gradient."""
+    """The result of :func:`gae`: two tensors with the shape of its columns, 0 outside the mask and without gradient."""
 
     advantages: Tensor
     """The advantage of each token."""

@@ -1,5 +1,5 @@
 """Shaping: terms that are added to rewards before advantages are computed. A new one is a class and a row of
-``AnyShaping``."""
+``AnyShaping``. R is the reward of an episode and |y| the length of its answer in tokens; E episodes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ class Overlong(Section):
         return self
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the shaped reward of every episode."""
+        """Return the shaped reward of every episode: less by the penalty that grows as its length comes near the limit.
+        A reward of NaN, which does not count, stays NaN."""
         over_E = (self.max_tokens - self.buffer - given(outcomes.lengths_E, "lengths")) / self.buffer
         return outcomes.rewards_E + self.penalty * np.clip(over_E, -1.0, 0.0)
 
@@ -67,7 +68,8 @@ class LengthShaping(Section):
     """The reward above which an answer counts as right. Only right answers gain by being short."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the shaped reward of every episode."""
+        """Return the shaped reward of every episode: with the bonus or malus of its length among the counted answers of
+        its group. A reward of NaN, which does not count, stays NaN."""
         lengths_E = given(outcomes.lengths_E, "lengths").astype(np.float64)
         _, index = np.unique(outcomes.groups_E, return_inverse=True)
         shortest, longest = np.full(len(lengths_E), np.inf), np.full(len(lengths_E), -np.inf)

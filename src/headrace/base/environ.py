@@ -29,12 +29,14 @@ _held: list[str] = []
 
 
 def write_token(lifeline: int, token: str) -> None:
-    """Write ``token`` into the pipe ``lifeline``, from whose other end a new process reads it."""
+    """Write ``token`` into the pipe with the file descriptor ``lifeline``. A new process reads it from the other end
+    with :func:`read_token`."""
     os.write(lifeline, token.encode() + b"\n")
 
 
 def read_token(lifeline: int) -> None:
-    """Read the token from the pipe ``lifeline``. It is empty if the other end is closed."""
+    """Read the run's token from the pipe with the file descriptor ``lifeline``, and keep it for :func:`run_token`. The
+    token is empty if the other end is closed."""
     data = b""
     while not data.endswith(b"\n") and (byte := os.read(lifeline, 1)):
         data += byte
@@ -47,29 +49,32 @@ def run_token() -> str:
 
 
 def forget_token() -> None:
-    """Delete the token from memory, in a process that has proved its identity with it and now runs code of the user."""
+    """Delete the token from memory. A process calls this after it has proved its identity with the token and before it
+    runs code of the user."""
     _held.clear()
 
 
 def secret(name: str) -> str:
-    """Return the value of the environment variable ``name``, which a setting names instead of containing the secret;
-    empty if it is not set."""
+    """Return the value of the environment variable ``name``; empty if it is not set. A setting names this variable
+    instead of containing the secret itself."""
     return os.environ.get(name, "")
 
 
 def visible_gpus() -> str | None:
-    """Return ``CUDA_VISIBLE_DEVICES``: the GPUs that a program may use; ``None`` for all of them."""
+    """Return the value of ``CUDA_VISIBLE_DEVICES``, the list of the GPUs that a program may use; ``None`` if it is not
+    set, so that all may be used."""
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 
 def child_environment(num_threads: int) -> dict[str, str]:
-    """Return the environment of a process of the run that may use ``num_threads`` threads."""
+    """Return all environment variables for a new process of the run that may use ``num_threads`` threads: those of this
+    process and those of :func:`part_environment`."""
     return {**os.environ, **part_environment(num_threads)}
 
 
 def part_environment(num_threads: int) -> dict[str, str]:
-    """Return the variables that a process of the run has beyond the controller's environment: its number of threads,
-    and no access to the model hub."""
+    """Return the variables that a process of the run has in addition to those of the controller's process: the mark
+    that it is part of a run, its number of threads, and the order not to contact the model hub."""
     return {
         PART_OF_A_RUN: "1",
         "OMP_NUM_THREADS": str(num_threads),
@@ -90,19 +95,21 @@ def engine_environment() -> dict[str, str]:
 
 
 def fork_server_environment() -> dict[str, str]:
-    """Return the environment of the process that the parts of a run are forked from. OpenMP reads its variables when
-    it is loaded, which happens here for all parts; each part sets its own number of threads later."""
+    """Return the environment of the fork server, the process from which all other processes of a run are forked. OpenMP
+    reads its variables when it is loaded, which happens here for all of them; each sets its own number of threads
+    later."""
     return {**child_environment(1), **engine_environment()}
 
 
 def apply_part_environment(variables: Mapping[str, str]) -> None:
-    """Give this forked process the environment variables of its part."""
+    """Set ``variables`` in the environment of this process, which has just been forked and has the variables of the
+    fork server."""
     os.environ.update(variables)
 
 
 @contextlib.contextmanager
 def no_cuda_calls() -> Iterator[None]:
-    """Keep torch from calling CUDA within this context when it is asked whether there is a GPU: a process that has
+    """Keep torch from calling CUDA within this context when code asks it whether there is a GPU: a process that has
     called CUDA cannot be forked."""
     name = "PYTORCH_NVML_BASED_CUDA_CHECK"
     before = os.environ.get(name)
@@ -115,18 +122,24 @@ def no_cuda_calls() -> Iterator[None]:
 
 
 def apply_engine_environment() -> None:
-    """Give this process the variables of :func:`engine_environment`. This has no effect after torch is loaded."""
+    """Set the variables of :func:`engine_environment` in this process. This has no effect after torch is loaded."""
     os.environ.update(engine_environment())
 
 
 def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of a program that a run starts for an episode: ``variables``, and nothing of the run's
-    own.
+    """Return the environment of a program that a run starts for an episode, such as an agent: this process's variables
+    without those that belong to the run itself and the keys of our servers (``HEADRACE_VIEW_TOKEN`` and the like), and
+    ``variables``, which the episode sets.
 
-    Its ``python`` is the interpreter of the run. Its requests to this machine and to the run use no proxy.
+    Its ``python`` is the interpreter of the run. Its requests to this machine and to the run's model server use no
+    proxy.
     """
     hidden = (PART_OF_A_RUN, "ANTHROPIC_AUTH_TOKEN")  # an Anthropic client would send it along with the episode's key
-    inherited = {name: value for name, value in os.environ.items() if name not in hidden}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in hidden and not (name.startswith("HEADRACE_") and name.endswith("_TOKEN"))
+    }
     run = urlsplit(variables.get("OPENAI_BASE_URL", "")).hostname
     own = dict.fromkeys(["127.0.0.1", "localhost", run, inherited.get("NO_PROXY") or inherited.get("no_proxy")])
     direct = ",".join(filter(None, own))
@@ -135,21 +148,23 @@ def program_environment(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def shared_memory_root() -> Path:
-    """Return the folder of shared buffers: ``/dev/shm`` if it exists, else the temporary directory."""
+    """Return the folder for buffers that processes share: ``/dev/shm`` if it exists and is writable, else the temporary
+    directory."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() and os.access(shm, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
+    """Return the number of processor cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # gate: getattr - not every system can tell
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def thread_times_ns(pid: int) -> dict[str, tuple[int, int]]:
-    """Return, for each thread of a process, the processor time it has used and the time it has waited for a processor,
-    both in nanoseconds. The result is empty for a process that has ended, and on systems other than Linux."""
+    """Return two times of each thread of the process ``pid``, by the thread's id: the processor time it has used, and
+    the time it has waited for a processor, both in nanoseconds. The result is empty for a process that has ended, and
+    on systems other than Linux."""
     times: dict[str, tuple[int, int]] = {}
     try:
         threads = os.listdir(f"/proc/{pid}/task")
@@ -164,14 +179,15 @@ def thread_times_ns(pid: int) -> dict[str, tuple[int, int]]:
 
 
 def cache_root() -> Path:
-    """Return the folder for files that can be made again: ``$XDG_CACHE_HOME/headrace``, or ``~/.cache/headrace``."""
+    """Return the folder for files that can be recreated, such as compiled kernels: ``$XDG_CACHE_HOME/headrace``, or
+    ``~/.cache/headrace``."""
     given = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(given) if Path(given).is_absolute() else Path.home() / ".cache") / "headrace"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPlace:
-    """The rank of a learner that this process is."""
+    """The position of this process among the ranks (distributed worker processes) of a learner."""
 
     rank: int
     """The number of the rank over all machines, from 0."""
@@ -182,7 +198,8 @@ class RankPlace:
 
 
 def rank_place() -> RankPlace:
-    """Return the rank that the launcher (torchrun, Ray, Headrace) gave this process; the only rank if it gave none."""
+    """Return the position that the launcher (torchrun, Ray, Headrace) gave this process through environment variables;
+    without them, this process is the only rank."""
     read = os.environ.get
     return RankPlace(
         rank=int(read("RANK", "0")), local_rank=int(read("LOCAL_RANK", "0")), world=int(read("WORLD_SIZE", "1"))
@@ -190,8 +207,8 @@ def rank_place() -> RankPlace:
 
 
 def rank_environment(place: RankPlace, interface: str = "") -> dict[str, str]:
-    """Return the environment variables of a rank: its place, and the network interface that leads to the other
-    ranks. Without an interface, all ranks are on this machine."""
+    """Return the environment variables that tell a process its rank and the network interface through which it reaches
+    the other ranks. An empty ``interface`` means that all ranks are on this machine."""
     known = {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

@@ -37,18 +37,21 @@ from collections.abc import Iterable
 
 
 class HeadraceError(Exception):
-    """The root of the tree. ``problem`` names the thing, its value and the reason; ``remedy`` says what to do.
+    """The base class of every error that Headrace raises on purpose. ``problem`` names the thing, its value and the
+    reason; ``remedy`` says what to do.
 
     >>> str(HeadraceError("flow.lead=-1 is negative", remedy="set flow.lead >= 0"))
     'flow.lead=-1 is negative\\n  remedy: set flow.lead >= 0'
     """
 
     def __init__(self, problem: str, *, remedy: str) -> None:
+        """``problem`` says what is wrong, ``remedy`` what the user can do about it."""
         super().__init__(problem, remedy)
         self.problem = problem
         self.remedy = remedy
 
     def __str__(self) -> str:
+        """Return the problem and, on a second line, the remedy."""
         return f"{self.problem}\n  remedy: {self.remedy}"
 
 
@@ -61,7 +64,7 @@ class DataError(HeadraceError, ValueError):
 
 
 class ModelError(HeadraceError, ValueError):
-    """The error of a model directory or an architecture that cannot be used."""
+    """The error of a model directory or a model architecture that cannot be used."""
 
 
 class RequestError(HeadraceError, ValueError):
@@ -77,9 +80,12 @@ class SequenceFailed(RequestError):
 
 
 class EpisodeError(HeadraceError):
-    """The error of one episode that cannot continue; other episodes do. The failure is counted under ``reason``."""
+    """The error of one episode that cannot continue; other episodes do. ``reason`` is the short name under which the
+    run counts such failures."""
 
     def __init__(self, problem: str, *, remedy: str, reason: str = "env_error") -> None:
+        """``reason`` is the short name under which the run counts the failure; the other arguments are those of
+        :class:`HeadraceError`."""
         super().__init__(problem, remedy=remedy)
         self.reason = reason
 
@@ -97,12 +103,13 @@ class NoRewards(EnvError):
 
 
 class WeightsError(HeadraceError):
-    """The error of a weight update that was refused before anything changed."""
+    """The error of a weight update that could not be sent, or that an engine refused. Nothing that is in use has
+    changed."""
 
 
 class NeedsFull(WeightsError):
-    """The error of a weight update whose bytes are wrong, or whose base version is missing: a full image can be sent
-    instead."""
+    """The error of a weight update that an engine cannot use: for example, its bytes are wrong, or they are a
+    difference to a version that the engine does not have. The learner can send the full weights instead."""
 
 
 class LedgerError(HeadraceError):
@@ -114,7 +121,7 @@ class CheckpointError(HeadraceError):
 
 
 class RunError(HeadraceError):
-    """The error that ends a run before its last step."""
+    """The error that ends a run before its last step; each kind of cause is a subclass."""
 
 
 class ComponentDied(RunError):
@@ -136,7 +143,8 @@ class RankLost(ComponentDied):
 
 
 class StallError(RunError):
-    """The error that nothing moved for the stall timeout. The text names which part waits for which."""
+    """The error that ends a run in which nothing has moved for the stall timeout. The text names which part waits for
+    which."""
 
 
 class DeadlineError(RunError):
@@ -148,21 +156,27 @@ class ReplayDiffers(RunError):
 
 
 class NothingToLearn(RunError):
-    """The error that the rewards of many steps in a row carry no signal."""
+    """The error that ends a run because the rewards of many steps in a row carry no training signal, for example
+    because all attempts at a task got the same reward."""
 
 
 NEAR = 0.7
-"""The least similarity, by :mod:`difflib`, at which a name is suggested for another: "solution" and "completion",
-which end alike and mean different things, have 0.67."""
+"""The smallest similarity, by :mod:`difflib`, at which a known name is suggested for an unknown one: "solution" and
+"completion", which end alike and mean different things, have 0.67."""
 
 
-class NothingBegun(KeyboardInterrupt):
-    """A run was ended by a signal before there was anything to continue."""
+class StoppedAtStart(KeyboardInterrupt):
+    """The exception that a signal has stopped a run while the run was starting. It is a ``KeyboardInterrupt``."""
+
+    def __init__(self, signal_name: str) -> None:
+        """``signal_name`` is the signal, such as ``SIGTERM``."""
+        super().__init__(f"stopped by {signal_name} while it was starting")
+        self.signal_name = signal_name
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the nearest known name, whatever its case. If no name is near,
-    it lists the known names only.
+    """Return the end of an error message about the unknown ``name``. It suggests the most similar of the ``known``
+    names, whatever its case, and lists all of them; if no name is similar, it only lists them.
 
     >>> nearest("dappo", ["grpo", "dapo"])
     "did you mean 'dapo'? (known: dapo, grpo)"
@@ -179,8 +193,8 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def visible(text: str, limit: int = 10_000) -> str:
-    """Return ``text`` on one line, with every control, direction and format character escaped, cut after ``limit``
-    characters.
+    """Return ``text`` on one line, safe to print: every control, direction and format character is escaped, and the
+    text is cut after ``limit`` characters.
 
     >>> visible("a\\x1b[31mb\\nc")
     'a\\\\x1b[31mb\\\\nc'
@@ -191,6 +205,8 @@ def visible(text: str, limit: int = 10_000) -> str:
 
 
 def _spell(character: str) -> str:
+    """Return a character as it is if it is printable or a plain space; otherwise its escape sequence, such as
+    ``\\n``."""
     if character == " " or unicodedata.category(character)[0] not in "CZ":
         return character
     return character.encode("unicode_escape").decode("ascii")

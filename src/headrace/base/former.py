@@ -59,11 +59,12 @@ FORMER = {
     "sync.codecs.float8": "sync.codecs.forms",
     "testing.lengths": "testing.fakes",
 }
-"""The former name of a module or package, and its name now, both without ``headrace``."""
+"""The former name of each module or package that has moved, mapped to its present name, both without ``headrace``."""
 
 
 def current(name: str) -> str | None:
-    """Return the present name of the module ``name``; ``None`` if it has not moved.
+    """Return the present full name of the module that had the full name ``name``; ``None`` if it has not moved. A
+    submodule moves with its package.
 
     >>> current("headrace.types.tokens"), current("headrace.flow.flow")
     ('headrace.base.types.tokens', None)
@@ -78,17 +79,20 @@ def current(name: str) -> str | None:
 
 
 class FormerNames(MetaPathFinder, Loader):
-    """A finder and loader that gives a former name the module that has moved."""
+    """A finder and loader for Python's import system: an import of a former name gets the module that has moved."""
 
     def __init__(self) -> None:
+        """Begin without any import in progress. ``_specs`` keeps each module's own specification, by former name, while
+        the module is imported under that name."""
         self._specs: dict[str, ModuleSpec | None] = {}
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the specification for a former name; ``None`` leaves a name to the other finders."""
+        """Return the specification for a former name; ``None`` for any other name, which the other finders then look
+        for."""
         return None if current(name) is None else spec_from_loader(name, self)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Import the module under its name of today."""
+        """Return the module that has moved, imported under its present name."""
         now = current(spec.name)
         assert now is not None, spec.name
         module = import_module(now)
@@ -96,13 +100,15 @@ class FormerNames(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Leave the module as it was: it has run already, and its specification is that of its name of today."""
+        """Restore the module's own specification, which the import under a former name has replaced. The module's code
+        is not run again."""
         assert module.__spec__ is not None
         module.__spec__ = self._specs.pop(module.__spec__.name)
 
 
 def install() -> None:
-    """Let former names be imported; a second call changes nothing."""
+    """Make imports of former names work, by a :class:`FormerNames` in ``sys.meta_path``. A second call changes
+    nothing."""
     if not any(isinstance(finder, FormerNames) for finder in sys.meta_path):
         # before the finder of files, which would load a submodule of a former package a second time
         sys.meta_path.insert(0, FormerNames())

@@ -19,22 +19,23 @@ RARELY = 20
 
 @contextmanager
 def gc_disabled() -> Iterator[None]:
-    """Disable the garbage collector within this context, and exclude the objects made there from later collections.
-    It is meant for imports: nearly all of their objects stay, and searching them takes a fifth of the time."""
+    """Disable the garbage collector within this context, and exclude the objects made there from later collections. It
+    is meant for imports: nearly all objects that an import makes stay alive, and searching them takes a fifth of its
+    time."""
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(_let_go)
+        atexit.register(_unfreeze_for_triton)
 
 
 @contextmanager
 def gc_frozen(young: int = YOUNG) -> Iterator[None]:
-    """Exclude the objects that exist now from garbage collection within this context. New objects are collected
-    after every ``young`` of them, which is more than are usually alive together. Objects that were excluded before
-    stay excluded."""
+    """Exclude the objects that exist now from garbage collection within this context. New objects are collected after
+    every ``young`` of them, which is more than are usually alive together. Objects that were excluded before the
+    context stay excluded after it."""
     before, excluded = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
@@ -47,8 +48,9 @@ def gc_frozen(young: int = YOUNG) -> Iterator[None]:
             gc.unfreeze()
 
 
-def _let_go() -> None:
-    """Let the collector see all objects again at exit if Triton is loaded: its bindings warn of each of their
-    objects that is never collected. Without Triton this is left out, since it takes half a second."""
+def _unfreeze_for_triton() -> None:
+    """Make all objects visible to the garbage collector again when Python exits, if Triton is loaded: its bindings
+    print a warning for each of their objects that is never collected. Without Triton this is not done, since it takes
+    half a second."""
     if "triton._C.libtriton" in sys.modules:
         gc.unfreeze()

@@ -26,6 +26,7 @@ class LossTolerantStream(io.TextIOBase):
     """
 
     def __init__(self, stream: TextIO) -> None:
+        """Write to ``stream``, such as ``sys.stdout``, for as long as it works."""
         self._stream = stream
         self._is_terminal = False
         """Whether the stream was a terminal at first. A terminal that is closed reports that it is none; a view that
@@ -37,23 +38,28 @@ class LossTolerantStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
+        """Return the encoding of the wrapped stream; ``utf-8`` if it has none."""
         return self._stream.encoding or "utf-8"
 
     @property
     def errors(self) -> str | None:  # type: ignore[override]
+        """Return the way in which the wrapped stream handles characters that it cannot encode."""
         return self._stream.errors
 
     def fileno(self) -> int:
+        """Return the file descriptor of the wrapped stream."""
         return self._stream.fileno()
 
     def isatty(self) -> bool:
+        """Return whether the stream was a terminal when it was wrapped, and is not lost."""
         return self._is_terminal and not self.lost
 
     def writable(self) -> bool:
+        """Return true: this stream accepts text even after its output is lost."""
         return True
 
     def write(self, text: str) -> int:
-        """Write text, or discard it if the stream is lost."""
+        """Write ``text``, or discard it if the stream is lost. Return the number of characters, in both cases."""
         if not self.lost:
             try:
                 self._stream.write(text)
@@ -70,7 +76,8 @@ class LossTolerantStream(io.TextIOBase):
                 self._lose(error)
 
     def look(self) -> None:
-        """Check whether a terminal has been closed, or the reader of a pipe has gone, without writing."""
+        """Check, without writing, whether a terminal has been closed or the reader of a pipe has gone; if so, the
+        stream is lost from now on."""
         if self.lost:
             return
         with suppress(OSError, ValueError):  # no file, or a closed one: the next write finds out
@@ -82,12 +89,14 @@ class LossTolerantStream(io.TextIOBase):
                 self._lose(OSError(number, os.strerror(number)))
 
     def _lose(self, error: OSError | ValueError) -> None:
+        """Record ``error`` as the reason why the output was lost, and discard all further output."""
         self.lost = str(error)
         redirect_to_null(self._stream)
 
 
 def redirect_to_null(stream: TextIO) -> None:
-    """Replace the file behind ``stream`` by the null device. Text that ``stream`` has buffered is written there."""
+    """Replace the file behind ``stream`` by the null device, so that all further output is discarded; also the text
+    that ``stream`` has buffered. A stream without a file is left as it is."""
     with suppress(OSError, ValueError):  # no file behind the stream, or a closed one
         nowhere = os.open(os.devnull, os.O_WRONLY)
         try:

@@ -5,8 +5,9 @@ A package offers a loss, a transport, an engine, a command and so on with one li
     [project.entry-points."headrace.losses"]
     huber = "my_package.huber:HUBER"
 
-Headrace registers its own wings in the same way. Names are read from the metadata of the installed packages; a package
-is imported when a run names what it offers, and not before, so that a broken package stops only the runs that use it.
+Headrace registers its wings, the optional packages in ``headrace.wings``, in the same way. Names are read from the
+metadata of the installed packages; a package is imported when a run names what it offers, and not before, so that a
+broken package stops only the runs that use it.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ class Registered:
     target: str
     """The object as ``package.module:object``; without ``:object`` it is the module itself."""
     package: str
-    """The distribution that offers it."""
+    """The name of the installed distribution that offers it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Registry(Generic[T]):
-    """Everything that one setting can name.
+    """The objects that one setting can name: Headrace's own and those that installed packages offer as entry points. An
+    object is imported when it is loaded.
 
     >>> CODECS = Registry[object](group="headrace.example", setting="sync.codec", rows={"full": "json:loads"})
     >>> CODECS.names()
@@ -59,29 +61,34 @@ class Registry(Generic[T]):
     """The setting whose value is a name of this registry, for error messages, or a phrase with a space, such as
     ``the verb``."""
     rows: Mapping[str, str] = field(default_factory=dict)
-    """The entries of the core: the object of each name, as ``module:object``. They take precedence over every
-    package, so that installing a package does not change what a run file means."""
+    """The entries of Headrace's core: each name, mapped to its object as ``module:object``. They take precedence over
+    every package, so that installing a package does not change what a run file means."""
     check: Callable[[Any], str | None] | None = None
-    """A function that returns what is wrong with an object that was loaded, as the end of a sentence, or ``None``."""
+    """A function that checks an object after it was loaded. It returns what is wrong with the object, as the end of a
+    sentence, or ``None``. ``None`` in its place: nothing is checked."""
 
     def names(self) -> tuple[str, ...]:
         """Return every registered name, sorted."""
         return tuple(sorted(self._offers))
 
     def own_names(self) -> tuple[str, ...]:
-        """Return the names that Headrace itself registers: those of the core in the order of ``rows``, then those of
-        its wings."""
+        """Return the names that Headrace itself registers: those of its core in the order of ``rows``, then those of
+        its wings (its optional packages), sorted."""
         ours = [name for name, offers in self._offers.items() if any(each.package == OWN_PACKAGE for each in offers)]
         return tuple(dict.fromkeys([*self.rows, *sorted(ours)]))
 
     def __contains__(self, name: object) -> bool:
+        """Return whether a package or Headrace itself registers ``name``."""
         return name in self._offers
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over every registered name, sorted."""
         return iter(self.names())
 
     def offer(self, name: str) -> Registered:
-        """Return the package and object that ``name`` stands for, without importing it."""
+        """Return the entry that ``name`` stands for, with its package and its object's location, without importing it.
+        Headrace's own entry wins over those of other packages. Raises :class:`~headrace.base.errors.ConfigError` for an
+        unknown name, and for a name that several other packages offer."""
         offers = self._offers.get(name, [])
         if not offers:
             stale = "install Headrace again (pip install -e . in a clone): what is installed is older than its source"
@@ -122,11 +129,13 @@ class Registry(Generic[T]):
         return made
 
     def _named(self, name: str) -> str:
+        """Return the setting with ``name`` as its value, for error messages: ``env.kind='gem'``."""
         return f"{self.setting} {name!r}" if " " in self.setting else f"{self.setting}={name!r}"
 
     @cached_property
     def _offers(self) -> Mapping[str, list[Registered]]:
-        """Return all offers by name: the rows of the registry, and the entry points of installed packages."""
+        """Return, for each name, all its entries: the row of Headrace's core and the entry points of installed
+        packages."""
         offers: dict[str, list[Registered]] = defaultdict(list)
         for name, target in self.rows.items():
             offers[name].append(Registered(name=name, target=target, package=OWN_PACKAGE))
@@ -140,13 +149,15 @@ class Registry(Generic[T]):
 
 
 def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a ``__getattr__`` for ``package`` that imports a public name when it is first used.
+    """Return a module-level ``__getattr__`` for ``package`` that imports a public name when it is first used.
 
-    ``homes`` maps each name to its module; a module that begins with a dot is a submodule of ``package``. ``headrace
-    --help`` imports the packages of all verbs: it must not pay for imports that only a run of a verb needs.
+    ``homes`` maps each name to the module that defines it; a module that begins with a dot is a submodule of
+    ``package``. ``headrace --help`` imports the packages of all commands: it must not pay for imports that only a run
+    of a command needs.
     """
 
     def find(name: str) -> Any:
+        """Return the object with the public name ``name``, imported from its module."""
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         return vars(importlib.import_module(homes[name], package))[name]
@@ -155,26 +166,27 @@ def lazy_attributes(package: str, homes: Mapping[str, str]) -> Callable[[str], A
 
 
 def entry_points_of(group: str) -> tuple[EntryPoint, ...]:
-    """Return the entry points of one group in all installed packages."""
+    """Return the entry points of the group ``group``, such as ``headrace.losses``, in all installed packages."""
     return _entry_points().get(group, ())
 
 
 @cache
 def _entry_points() -> Mapping[str, tuple[EntryPoint, ...]]:
-    """Return the entry points of Headrace's groups. They are read once per process, from files of all installed
-    packages."""
+    """Return the entry points of all groups whose name begins with ``headrace.``, by group. They are read once per
+    process, from the metadata files of all installed packages."""
     found = entry_points()
     return {group: tuple(found.select(group=group)) for group in found.groups if group.startswith("headrace.")}
 
 
 @cache
 def _warn_once(text: str) -> None:
+    """Log ``text`` as a warning, once per process: the cache answers later calls."""
     log.warning(text)
 
 
 def _load(target: str, package: str, named: str) -> Any:
-    """Import the object that a package offers as ``target``, in the form ``module:attribute``. ``named`` describes it
-    in the error."""
+    """Import and return the object that ``package`` offers as ``target``, in the form ``module:attribute``. ``named``
+    is the setting with its value. Raises :class:`~headrace.base.errors.ConfigError` for any failure of the import."""
     module, _, attribute = target.partition(":")
     try:
         made: Any = importlib.import_module(module)

@@ -1,4 +1,5 @@
-"""The table of what each loop works on or waits for. The live view shows it, and the stall watchdog prints it."""
+"""The table of what each loop of the controller works on or waits for. The live view shows it, and the stall watchdog
+prints it when a run makes no progress. Times are seconds on the run's clock."""
 
 from __future__ import annotations
 
@@ -20,9 +21,10 @@ MIN_SLEEP_S = 1e-3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopContract:
-    """The contract of one loop of the controller: a row of the drawing in controller.py."""
+    """The contract of one loop of the controller, in words for people: a row of the table in controller.py."""
 
     name: str
+    """The name of the loop, such as ``rollout``."""
     consumes: str
     """What the loop takes as input."""
     produces: str
@@ -35,7 +37,7 @@ class LoopContract:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standstill:
-    """A process of the run that makes no progress."""
+    """A process of the run that makes no progress, for the message of the stall watchdog."""
 
     words: str
     """The name of the process, the reason, and for how long."""
@@ -45,32 +47,41 @@ class Standstill:
 
 @dataclass(slots=True, kw_only=True)
 class _PendingRequest:
-    """A request of a task, to which there is no answer yet."""
+    """A request of one of a loop's tasks that has no answer yet."""
 
     what: str
+    """The thing that is requested, in words."""
     provider: str
+    """The part of the run that has to answer."""
     since: float
+    """The time of the request, in seconds on the clock."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _LoopRow:
-    """The row of one loop in the table."""
+    """The row of one loop in the table: what it does now, and since when."""
 
     contract: LoopContract
+    """The loop, and what it does in general."""
     what: str
+    """What the loop works on or waits for, in words."""
     since: float
+    """When that began, in seconds on the clock."""
     waiting_for: str = ""
+    """The part or loop that can end the wait; empty while the loop works."""
     pending: dict[int, _PendingRequest] = field(default_factory=dict)
     """The requests of the loop's tasks that wait for an answer, oldest first."""
 
 
 NOT_STARTED = "not started"
+"""What a loop is shown to do before it first reports."""
 
 
 class ActivityBoard:
-    """The table of what each loop does, which the loops themselves update."""
+    """The table of what each loop of the controller does. The loops update it; views and the stall watchdog read it."""
 
     def __init__(self, contracts: tuple[LoopContract, ...], clock: Clock) -> None:
+        """Show one row for each of ``contracts``, with the loop not started."""
         self._clock = clock
         self._rows = {
             contract.name: _LoopRow(contract=contract, what=NOT_STARTED, since=clock.now()) for contract in contracts
@@ -80,22 +91,24 @@ class ActivityBoard:
 
     @property
     def all_started(self) -> bool:
-        """Whether every loop has started. Before that, the table does not show what holds the run up."""
+        """Return whether every loop has started. Before that, the table does not show what holds the run up."""
         return all(row.what != NOT_STARTED for row in self._rows.values())
 
     def progress(self) -> None:
-        """Note that something has moved: a token arrived, or a group changed its state."""
+        """Note that something in the run has moved, such as a token that arrived or a group that changed its state. The
+        stall watchdog counts the time since then."""
         self._moved_at = self._clock.now()
 
     def working(self, loop: str, what: str) -> None:
-        """Note that ``loop`` works on ``what`` from now on."""
+        """Show the loop named ``loop`` as working on ``what`` from now on."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), ""
 
     @contextmanager
     def waiting(self, loop: str, what: str, *, on: str) -> Iterator[None]:
-        """Show ``loop`` as waiting for ``what``, which ``on`` can bring, inside this context. If an error ends the
-        wait, the row stays as it is, so that the error of the run can show what was waited for."""
+        """Show the loop named ``loop`` as waiting for ``what`` while the body runs; ``on`` names the part or loop that
+        can end the wait. If an error ends it, the row stays as it is, so that the report of the error shows what the
+        loop waited for."""
         row = self._rows[loop]
         row.what, row.since, row.waiting_for = what, self._clock.now(), on
         yield
@@ -104,8 +117,8 @@ class ActivityBoard:
 
     @contextmanager
     def requesting(self, loop: str, what: str, *, provider: str) -> Iterator[None]:
-        """Show a task of ``loop`` as waiting for ``what`` from ``provider``, inside this context. The loop itself goes
-        on."""
+        """Show one of the tasks of the loop named ``loop`` as waiting for ``what`` from ``provider`` while the body
+        runs. The loop itself continues, so its row stays; the request is added to it."""
         pending, number = self._rows[loop].pending, next(self._request_numbers)
         pending[number] = _PendingRequest(what=what, provider=provider, since=self._clock.now())
         try:
@@ -115,13 +128,13 @@ class ActivityBoard:
             self._moved_at = self._clock.now()
 
     def table(self) -> tuple[Wait, ...]:
-        """Return one row for each loop, as it is now."""
+        """Return one row for each loop, which says what it works on or waits for now, with its tasks' open requests."""
         now = self._clock.now()
         return tuple(
             Wait(
                 loop=name,
                 state="waiting" if row.waiting_for else "busy",
-                what=row.what + _pending_words(row.pending, now),
+                what=row.what + _describe_pending(row.pending, now),
                 since_s=now - row.since,
                 unblocked_by=row.waiting_for,
             )
@@ -134,11 +147,13 @@ class ActivityBoard:
         pulse: Callable[[], int] = lambda: 0,
         standstills: Callable[[], Sequence[Standstill]] = tuple,
     ) -> None:
-        """Raise :class:`~headrace.base.errors.StallError` when nothing has moved for ``timeout_s``.
+        """Raise :class:`~headrace.base.errors.StallError` when nothing has moved for ``timeout_s`` seconds; otherwise
+        run until cancelled.
 
         ``pulse`` returns a count of work that is not reported in another way, such as an engine's steps; if it grows,
-        something moves. ``standstills`` returns the processes that make no progress. While one is stopped from outside,
-        the timeout is :data:`STOPPED_PATIENCE` times as long."""
+        something moves. ``standstills`` returns the processes that make no progress. While one of them is stopped by a
+        signal or a debugger, the timeout is :data:`STOPPED_PATIENCE` times as long.
+        """
         beats, held = pulse(), False
         while True:
             if pulse() != beats:
@@ -170,7 +185,8 @@ class ActivityBoard:
                 self._moved_at += late_s
 
     def _oldest_pending(self) -> str:
-        """Describe the request that has waited longest for an answer; return an empty text if there is none."""
+        """Return a clause, for an error message, about the request that has waited longest for an answer; empty if
+        there is none."""
         oldest = [next(iter(row.pending.values())) for row in self._rows.values() if row.pending]
         if not oldest:
             return ""
@@ -178,7 +194,8 @@ class ActivityBoard:
         return f"; {request.what} has been owed by {request.provider} for {self._clock.now() - request.since:.0f} s"
 
     def in_words(self) -> str:
-        """Return the table as text, one line for each loop, with what it consumes and produces."""
+        """Return the table as text, one line for each loop, with what the loop consumes, produces and waits for in
+        general."""
         lines = []
         for line, row in zip(self.brief_lines(), self._rows.values(), strict=True):
             contract = row.contract
@@ -189,7 +206,7 @@ class ActivityBoard:
         return "\n".join(lines)
 
     def brief_lines(self) -> list[str]:
-        """Return the table as lines, one for each loop."""
+        """Return the table as lines of text, one for each loop: what it works on or waits for, and for how long."""
         lines = []
         for wait in self.table():
             doing = f"waits {wait.since_s:.0f} s for {wait.what}, which {wait.unblocked_by} brings"
@@ -199,8 +216,9 @@ class ActivityBoard:
         return lines
 
 
-def _pending_words(pending: dict[int, _PendingRequest], now: float) -> str:
-    """Return text that says how many requests are pending, and for how long the oldest."""
+def _describe_pending(pending: dict[int, _PendingRequest], now: float) -> str:
+    """Return the end of a sentence about the requests of one loop that have no answer, oldest first: their number, the
+    oldest one, who owes the answer and for how long until ``now``. Empty if there are none."""
     if not pending:
         return ""
     oldest = next(iter(pending.values()))

@@ -1,4 +1,5 @@
-"""Credit of branches: the branches of one pivot are compared with each other, apart from the groups of episodes.
+"""Credit of branches: the branches of one pivot are compared with each other, apart from the groups of episodes. A
+pivot is a place within a failed episode; its branches are continuations that were sampled again from there.
 
 There are two streams, each with a reduction of its own: loss = loss of the episodes + λ · loss of the branches. A loss
 is proportional to its advantages, so the advantages are scaled to give this sum under the common denominator of a step.
@@ -22,16 +23,16 @@ from headrace.base.types.scored import Credit, ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedBranch:
-    """A branch that carries loss."""
+    """A branch that carries loss, as a row of the comparison of branches."""
 
     place: int
-    """The index of its episode among those that count in a baseline."""
+    """The index of its episode among the episodes of the batch that count in a baseline."""
     pivot: int
     """The number of the pivot from which it starts."""
     reward: float
     """The reward of the whole branch."""
     turns: tuple[int, ...]
-    """The indices of its turns, in order."""
+    """The indices of its turns in the episode, in order."""
     length: int
     """Number of sampled tokens from the start of the episode to the end of the branch."""
 
@@ -39,8 +40,9 @@ class TrainedBranch:
 def with_branches(
     algo: AlgoConfig, groups: Sequence[ScoredGroup], credits: Sequence[Credit], weight: float
 ) -> Sequence[Credit]:  # fmt: skip
-    """Return ``credits``, which has one entry for each episode that counts in a baseline, with the advantages of their
-    branches added. ``algo`` compares the branches of one pivot with each other; ``weight`` is λ."""
+    """Return ``credits``, the credit of each episode of ``groups`` that counts in a baseline, with the advantages of
+    the branches added: one number per turn for every episode, or ``credits`` itself if there are no branches. ``algo``
+    compares the branches of one pivot with each other; ``weight`` is λ."""
     episodes = [episode for group in groups for episode in group.counted]
     branches = [branch for place, episode in enumerate(episodes) for branch in trained_branches(place, episode)]
     if not branches:
@@ -64,7 +66,8 @@ def with_branches(
 
 
 def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
-    """Return the branches of an episode that carry loss; ``place`` is the index of the episode."""
+    """Return the branches of an episode that carry loss. ``place`` is the index of the episode among those that count
+    in a baseline."""
     turns_of: dict[tuple[int, int], list[int]] = {}
     for index, turn in enumerate(episode.turns):
         if turn.branch is not None and turn.branch.reward is not None:
@@ -83,8 +86,8 @@ def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
 def _scales(
     algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[TrainedBranch]
 ) -> tuple[float, float]:
-    """Return the factors of the episodes' and of the branches' advantages that give each stream its own mean under the
-    common denominator."""
+    """Return the factor for the advantages of the episodes and the factor for those of the branches. With them, each
+    stream gets its own mean although both share the denominator of the step."""
     trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
     if not isinstance(algo.reduction, TokenMean):  # sums over sequences, a branch being one
         num_branches = sum(trained[branch.place] for branch in branches)

@@ -14,7 +14,8 @@ from headrace.rollout.environments import Curriculum
 
 
 class RunSection(Section):
-    """The settings of a run as a whole: its length, seed, directory, checkpoints and evaluations."""
+    """The settings of a run as a whole (``[run]`` in a run file): its length, seed, directory, checkpoints and
+    evaluations."""
 
     dir: str = ""
     """The run's directory; empty: ``runs/`` and the date and time."""
@@ -46,19 +47,23 @@ class RunSection(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ControlSettings:
-    """All settings that a controller needs beside its components."""
+    """All settings that a controller needs in addition to its components."""
 
     run: RunSection
+    """The settings ``[run]`` of the run file."""
     flow: FlowConfig
+    """The settings ``[flow]`` of the run file."""
     order: Callable[[int], int | None]
-    """Returns the dataset row that a group attempts, by the group's number; ``None`` if the rows are used up."""
+    """A function that returns the dataset row which a group attempts, by the group's number; ``None`` if the rows are
+    used up."""
     curriculum: Curriculum | None = None
-    """Picks the rows in place of ``order``; ``None``: no curriculum."""
+    """Picks the rows instead of ``order``, by the rewards of earlier attempts; ``None``: there is no curriculum."""
     has_teachers: bool = False
     """Whether the run learns from a teacher, so that it continues even if all rewards are equal."""
     env_column: str = "env"
     """The column of a row that names its environment, for metrics."""
     largest_gap: float = ROUNDING["bfloat16"]
-    """Largest mean |log μ − log π| between engine and learner at equal weights that rounding explains, in nats."""
+    """The largest mean |log μ − log π|, in nats, between the logprobs of engine (μ) and learner (π) at equal weights
+    that rounding explains."""
     fingerprint: str = ""
     """A hash of the settings and rows, which is stored in every snapshot."""

@@ -43,11 +43,12 @@ from headrace.flow.ledger.base import Note
 T = TypeVar("T")
 
 RECOVERY = "recovery"
-"""The kind of the ledger's notes on parts that died and were started again."""
+"""The kind of the ledger's notes about parts that died and were started again."""
 
 
 class Controller:
-    """Runs one life of a run, from its first publication to its summary."""
+    """The controller of one life of a run (from one start or resumption to its end): it owns the loops and drives them
+    from the first publication of weights to the summary."""
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Controller:
         writer: LedgerWriter,
         observers: Observers,
     ) -> None:
-        """``ledger`` is read to resume the run; ``writer`` appends to the same ledger."""
+        """Build the loops over the components ``parts``. ``ledger`` is read to resume the run; ``writer`` appends to
+        the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
         flow = Flow(config, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row)
         self._order = settings.order
@@ -93,23 +95,24 @@ class Controller:
         self._eval_after: float | None = None
 
     def _pick_row(self, number: int) -> int | None:
-        """Return the dataset row of a group; ``None`` if the rows are used up."""
+        """Return the index of the dataset row that the group ``number`` attempts, by the curriculum if there is one;
+        ``None`` if the rows are used up. The flow calls this for each new group."""
         curriculum = self.state.curriculum
         return self._order(number) if curriculum is None else curriculum.pick(number, self.state.flow.state.version)
 
     def live(self) -> LiveState:
-        """Return the present state of the run, for a view."""
+        """Return the present state of the run, for a view that shows it."""
         state = self.state
         return state.metrics.live(phase=state.phase, waits=state.board.table(), warnings=state.warnings)
 
     def stop(self, by: str = "") -> None:
-        """Ask the run to stop when the steps that are ordered already are done, with a checkpoint to resume from;
-        ``by`` is the signal that was received."""
+        """Ask the run to stop as soon as the steps that are already ordered are done, with a checkpoint from which it
+        can resume. ``by`` is the signal that was received; empty for any other reason."""
         self.state.request_stop(by)
 
     async def run(self, start: StartingPoint) -> Summary:
-        """Run from ``start`` to the last step, under the stall watchdog. If this raises, :meth:`summary` returns what
-        was reached."""
+        """Run from ``start`` to the last step, under the stall watchdog, and return the summary. If this raises,
+        :meth:`summary` returns what was reached."""
         async with asyncio.TaskGroup() as group:
             parts, timeout_s = self.state.parts, self.state.run.stall_timeout_s
             watchdog = group.create_task(
@@ -150,8 +153,8 @@ class Controller:
         return self.summary(status, cause)
 
     async def _evaluate_and_train(self, start: StartingPoint) -> str:
-        """Compare engine and learner, evaluate, and train to the last step. Return why the run ended before its last
-        step; empty otherwise."""
+        """Compare engine and learner, evaluate, train to the last step, and evaluate again. Return why the run ended
+        before its last step; empty if it did not, or was asked to stop."""
         state = self.state
         await self._probe(start.step)
         if start.memory.eval_before is None:
@@ -163,7 +166,8 @@ class Controller:
         return cause
 
     def _rows_used_up(self) -> str:
-        """Warn if the rows did not last for all steps, and return the warning; empty otherwise."""
+        """Warn if the dataset's rows did not last for all steps, and return the text of the warning; empty if they
+        did."""
         state, flow = self.state, self.state.flow.state
         steps_done = state.metrics.totals.steps_done
         if state.stop_requested or not state.flow.used_up or steps_done >= state.run.steps:
@@ -178,7 +182,8 @@ class Controller:
         return cause
 
     def summary(self, status: str, cause: str = "") -> Summary:
-        """Return the summary of the run so far."""
+        """Return the summary of the run so far. ``status`` is ``finished``, ``stopped`` or ``failed``; ``cause`` is why
+        it failed or finished early, empty otherwise."""
         state = self.state
         return state.metrics.summary(
             self._ledger.conservation(),
@@ -190,7 +195,8 @@ class Controller:
         )
 
     async def _publish_first(self, version: int) -> None:
-        """Publish the weights that the run starts with, and wait until the engines have committed them."""
+        """Publish the weights that the run starts with as ``version``, and wait until the engines have committed
+        them."""
         self.state.phase = "publishing the first weights"
         self.state.board.working("sync", f"version {version}")
         publication = await self.state.parts.learner.snapshot(version, await self._sync.free_slot())
@@ -198,8 +204,8 @@ class Controller:
         self.state.metrics.first_weights_committed()
 
     async def _probe(self, version: int) -> None:
-        """Compare the logprobs of engine and learner. Raises :class:`~headrace.base.errors.RunError` for a gap that
-        rounding does not explain."""
+        """Compare the logprobs of engine and learner at equal weights, those of ``version``, and record the gap. Raises
+        :class:`~headrace.base.errors.RunError` for a gap that rounding does not explain."""
         state = self.state
         state.phase = "comparing engine and learner"
         with state.board.requesting("rollout", "a comparison of logprobs", provider="engine, learner"):
@@ -217,7 +223,8 @@ class Controller:
             )
 
     async def _evaluate(self, phase: str) -> float | None:
-        """Return the mean held-out reward; ``None`` without held-out tasks, or if the run is to stop."""
+        """Return the mean reward on the held-out tasks; ``None`` if there are none, or if the run is to stop. ``phase``
+        is what views show meanwhile."""
         state = self.state
         state.phase = phase
         version = state.flow.state.version
@@ -229,7 +236,7 @@ class Controller:
         return reward
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, T | None]) -> T | None:
-        """Return the result of ``work``; ``None`` if the run is to stop before it is done."""
+        """Return the result of ``work``; ``None`` if the run is asked to stop before it is done, which cancels it."""
         async with asyncio.TaskGroup() as group:
             stopped = group.create_task(self.state.stopping.wait())
             working = group.create_task(work)
@@ -239,12 +246,15 @@ class Controller:
         return None if working.cancelled() else working.result()
 
     def _count_eval(self, tokens: int) -> None:
+        """Note ``tokens`` that arrived for an evaluation, so that the watchdog sees progress. During training they are
+        counted apart from the tokens for training."""
         self.state.board.progress()
         if self.state.phase == "training":
             self.state.metrics.eval_sampled(tokens)
 
     async def _train(self) -> None:
-        """Run the loops until the learner has made its last step. The sync loop runs already."""
+        """Run the rollout, scoring and learner loops until the learner has made its last step. The sync loop runs
+        already."""
         state = self.state
         state.phase = "training"
         state.metrics.training_began()
@@ -260,8 +270,8 @@ class Controller:
             state.metrics.training_ended()
 
     async def _evaluate_periodically(self) -> None:
-        """Evaluate every ``run.eval_every`` steps. Generation for training and commits continue in the meantime; the
-        version of an evaluation is the one at its start."""
+        """Evaluate every ``run.eval_every`` steps, until cancelled. Generation for training and commits continue in the
+        meantime; an evaluation is reported for the version that was committed at its start."""
         state = self.state
         due = state.flow.state.version + state.run.eval_every
         while True:
@@ -271,7 +281,8 @@ class Controller:
             await self._evaluate("training")
 
     def record_recovery(self, recovery: Recovery) -> None:
-        """Record that a part has died and is started again, or that it serves again."""
+        """Record a recovery of a part of the run: that it has died and is started again or, if the recovery has a
+        duration, that it serves again."""
         state = self.state
         state.board.progress()
         if recovery.seconds is None:
@@ -282,4 +293,6 @@ class Controller:
         state.metrics.recovered(recovery)
 
     def _note(self, kind: str, detail: str) -> None:
+        """Write a note about an event of the run into the ledger. ``kind`` is one word, ``detail`` the event in
+        words."""
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))

@@ -1,7 +1,10 @@
-"""The credit of a batch: the advantages of its episodes, or of their turns, from the rewards.
+"""The credit of a batch: the advantages of its episodes, or of their turns, computed from the rewards.
 
 The rows of the computation are shares. A share is an episode or, if agents have rewards of their own, one agent in an
-episode. Rewards are compared within (group, role), and the advantage of a share goes to its turns.
+episode. Rewards are compared within (group, role), and the advantage of a share goes to its turns. An episode *counts
+in a baseline* if it is scored or masked.
+
+Shape suffixes: E shares, K components of the reward, R turns of all shares, N tokens.
 """
 
 from __future__ import annotations
@@ -24,41 +27,47 @@ from headrace.control.branches import with_branches
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreditShare:
-    """A row of the computation: it is compared with other shares and gets one advantage."""
+    """One row of the computation of advantages: an episode, or one agent in an episode. It is compared with other
+    shares and gets one advantage."""
 
     place: int
-    """The index of its episode among those that count in a baseline."""
+    """The index of its episode among the episodes of the batch that count in a baseline."""
     episode: EpisodeGraph
+    """The episode of which this is a share."""
     agent: str
     """The agent whose share this is; empty: the share is the whole episode."""
     reward: float
+    """The reward of the episode, or of the agent."""
     turns: tuple[int, ...]
-    """The indices of the turns that the policy under training wrote, in order. There are none if an agent has a reward
-    and never answered; the share then counts in the baseline alone."""
+    """The indices of the turns of this share that the policy under training wrote, in order. There are none if an agent
+    has a reward and never answered; the share then counts in the baseline only."""
 
     @property
     def baseline(self) -> tuple[int, str]:
-        """The (group, role) of the share; shares with the same one are compared."""
+        """Return the number of the group and the role of the share; shares with the same pair are compared with each
+        other."""
         return self.episode.key.group, role_of(self.agent)
 
     @property
     def length(self) -> int:
-        """Number of tokens in the turns of the share."""
+        """Return the number of tokens in the turns of the share."""
         return sum(len(self.episode.turns[turn].tokens) for turn in self.turns)
 
 
 def credit(algo: AlgoConfig, groups: Sequence[ScoredGroup], *, branch_weight: float = 1.0) -> Sequence[Credit]:
-    """Return the credit of every episode of the batch that counts in a baseline, in order; not all of them are trained.
+    """Return the credit of every episode of the batch ``groups`` that counts in a baseline, in order; not all of them
+    are trained.
 
-    An episode's credit is one advantage, or one for each turn if ``algo.advantage.by_turn`` is set, if agents have
-    rewards of their own, or if turns are segments or belong to branches. Raises
-    :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
+    An episode's credit is one advantage, or one for each of its turns if ``algo.advantage.by_turn`` is set, if agents
+    have rewards of their own, or if turns are segments or belong to branches. ``branch_weight`` is the weight of the
+    loss of branches. Raises :class:`~headrace.base.errors.ConfigError` for an advantage that cannot tell agents apart.
     """
     return with_branches(algo, groups, _of_episodes(algo, groups), branch_weight)
 
 
 def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Credit]:
-    """Return the credit of the episodes without their branches."""
+    """Return the credit of every episode that counts in a baseline, as :func:`credit` does, without that of
+    branches."""
     shares = shares_of(groups)
     by_agent = any(share.agent for share in shares)  # some agents have rewards of their own
     if by_agent and algo.advantage.by_critic:
@@ -91,8 +100,8 @@ def _of_episodes(algo: AlgoConfig, groups: Sequence[ScoredGroup]) -> Sequence[Cr
 
 
 def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
-    """Return the shares of every episode that counts in a baseline. If one episode of a group has rewards by agent,
-    every other episode of that group counts as having given each agent its whole reward."""
+    """Return the shares of every episode of ``groups`` that counts in a baseline. If one episode of a group has rewards
+    by agent, every episode of that group without such rewards counts as having given each agent its whole reward."""
     counted = [(episode, group) for group in groups for episode in group.counted]
     apart = {group.number for episode, group in counted if episode.agent_rewards}
     shares: list[CreditShare] = []
@@ -115,8 +124,8 @@ def shares_of(groups: Sequence[ScoredGroup]) -> list[CreditShare]:
 
 
 def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
-    """Return the components of the rewards, one row for each episode; ``None`` if there are none, or if they differ
-    between episodes."""
+    """Return the components of the rewards, one row for each episode and one column for each component; ``None`` if
+    there are none, or if episodes have different components."""
     names = [list(episode.parts) for episode in episodes]
     if not names or not names[0] or any(each != names[0] for each in names):
         return None
@@ -124,8 +133,12 @@ def _parts_EK(episodes: Sequence[EpisodeGraph]) -> Floats | None:
 
 
 def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
-    """Return the advantage of each turn. The reward of a turn is the one that its environment gives, and the last turn
-    of a share gets the rest of the share's (shaped) reward. The state of a turn is the observation before it."""
+    """Return, for each share, the advantage of each of its turns, by the index of the turn. ``scores`` has one row for
+    each share.
+
+    The reward of a turn is the one that its environment gives; the last turn of a share also gets the rest of the
+    share's (shaped) reward. The state of a turn, by which turns are compared, is the observation before it.
+    """
     shaped_E = algo.shaped(scores).rewards_E
     rewards: list[float] = []
     states: list[object] = []
@@ -135,7 +148,7 @@ def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes)
         if earned:
             earned[-1] += reward - sum(earned)
         rewards += earned
-        states += [_state(share.episode, turn, place) for place, turn in enumerate(share.turns)]
+        states += [_state_key(share.episode, turn, place) for place, turn in enumerate(share.turns)]
     owners = np.repeat(np.arange(len(shares)), [len(share.turns) for share in shares])
     credit_R = algo.advantage(
         Outcomes(
@@ -150,7 +163,8 @@ def _of_turns(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes)
 
 
 def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcomes) -> list[dict[int, float]]:
-    """Return the advantage of each segment; each turn is one segment. ``scores`` has a row for every share.
+    """Return, for each share, the advantage of each of its segments, by the index of the turn; each turn is one
+    segment. ``scores`` has one row for each share.
 
     The formula (:class:`~headrace.algo.advantages.tokens.Prpo`) is defined on tokens; all tokens of a segment get the
     same advantage.
@@ -176,25 +190,28 @@ def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcom
 
 
 def _written(episode: EpisodeGraph) -> list[int]:
-    """Return the indices of the turns that the policy under training wrote, without those of branches."""
+    """Return the indices of the turns of ``episode`` that the policy under training wrote, without those of branches
+    and those that carry no loss."""
     own = [index for index, turn in enumerate(episode.turns) if not turn.untrained and turn.branch is None]
     return [index for index in own if episode.turns[index].tokens.sampled_T.any()]
 
 
-def _state(episode: EpisodeGraph, index: int, place: int) -> object:
-    """Return the observation before a turn: the tokens that were given since the sampled turn before it, or the turn's
-    place if there are none."""
+def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:
+    """Return a key for the observation that a turn answers, so that turns of a group with equal keys can be compared.
+    ``turn`` is the index of the turn in ``episode``. The key is the tokens that the policy was given since its previous
+    sampled turn; if it was given none, it is ``place``, the position of the turn in its share."""
     given: list[bytes] = []
-    at = episode.turns[index].parent
+    at = episode.turns[turn].parent
     while at is not None and not episode.turns[at].tokens.sampled_T.any():
         given.append(episode.turns[at].tokens.ids_T.tobytes())
         at = episode.turns[at].parent
     return tuple(given) or place
 
 
-def cuts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
-    """Return the function that finds the starts of a turn's segments, except for the first: the tokens at which the
-    policy was least certain. ``None`` for an advantage that credits no segments."""
+def segment_starts_of(algo: AlgoConfig) -> Callable[[Tokens], Sequence[int]] | None:
+    """Return the function that cuts a turn into segments: from the tokens of a turn, it returns the index of the first
+    token of each segment but the first, which are the tokens at which the policy was least certain. Return ``None`` for
+    an advantage that credits no segments."""
     advantage = algo.advantage
     if not isinstance(advantage, Prpo):
         return None

@@ -3,9 +3,9 @@ recorded in the ledger.
 
 tasks × samples ──▶ EpisodeRunner ──▶ scorer, and for each turn the turn scorer ──▶ rewards by task ──▶ estimates
 
-An estimate is a mean, over the tasks, of a figure that all attempts at a task give together. Its error is therefore
-that of a mean over tasks: attempts at the same task are not independent (Miller 2024, arXiv 2411.00640, "clustered"
-errors).
+A *sample* is one attempt at a task. An estimate is a mean, over the tasks, of a figure that all attempts at a task give
+together. Its error is therefore that of a mean over tasks: attempts at the same task are not independent (Miller 2024,
+arXiv 2411.00640, "clustered" errors).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from headrace.rollout.runner import remedy_of
 from headrace.rollout.scoring import Graded, ScoringContext
 
 MAX_AT_ONCE = 512
-"""Number of attempts at the same time, which is enough to keep any single engine full."""
+"""Greatest number of attempts at the same time, which is enough to keep any single engine full."""
 CERTAINTY = 0.95
 """Probability with which an interval contains the true mean."""
 _Z = NormalDist().inv_cdf((1 + CERTAINTY) / 2)
@@ -45,7 +45,7 @@ Keep = Callable[[EpisodeGraph], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationListener:
-    """The functions that an evaluation calls while it runs."""
+    """The functions that an evaluation calls while it runs, to report to its caller."""
 
     on_tokens: Callable[[int], None]
     """Called with the number of tokens that have arrived; 0 for progress of another kind."""
@@ -57,10 +57,11 @@ class EvaluationListener:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EvaluationRun:
-    """The objects of one evaluation."""
+    """The objects that all attempts of one evaluation share."""
 
     listener: EvaluationListener
     runner: EpisodeRunner
+    """Runs an episode from its prompt to its end."""
     turns: ProcessRewards | None
     """The process rewards of its episodes; ``None``: turns are not scored."""
     gate: asyncio.Semaphore
@@ -70,7 +71,8 @@ class _EvaluationRun:
 
 
 class Evaluator:
-    """Attempts the held-out tasks and returns their rewards."""
+    """Attempts the held-out tasks and returns the rewards of the attempts. The controller owns one, and the command
+    that evaluates a model makes another."""
 
     def __init__(
         self,
@@ -81,7 +83,10 @@ class Evaluator:
         run_seed: int,
         trainer: Callable[[int], TrainerState] = lambda version: TrainerState(global_step=version),
     ) -> None:
-        """``trainer`` returns the trainer state at a version of the weights, for rewards that request it."""
+        """Use the engine, environment and scorers of ``parts``. ``samples`` is the number of attempts at each task;
+        ``temperature`` is the sampling temperature, ``None`` for that of training. ``run_seed`` is the seed of the run,
+        from which draws follow that differ from those of training. ``trainer`` returns the trainer state at a version
+        of the weights, for rewards that request it."""
         sampling = msgspec.structs.replace(
             parts.sampling, record_kept=False, record_routing=False, record_entropy=False
         )  # fmt: skip
@@ -94,15 +99,16 @@ class Evaluator:
         self._trainer = trainer
 
     async def mean_reward(self, on_tokens: Callable[[int], None], warn: Callable[[str], None]) -> float | None:
-        """Return the mean reward over all attempts; ``None`` if there are no held-out tasks. See :meth:`rewards`."""
+        """Return the mean reward over all attempts; ``None`` if there are no held-out tasks. ``on_tokens`` is called
+        with the number of tokens that arrive, ``warn`` with warnings for users. See :meth:`rewards`."""
         if not self._parts.eval_tasks:
             return None
         rewards = await self.rewards(EvaluationListener(on_tokens=on_tokens, warn=warn))
         return mean_of([sum(task) / len(task) for task in rewards]).value
 
     async def rewards(self, listener: EvaluationListener) -> list[list[float]]:
-        """Return the reward of every attempt, by task. An attempt that fails counts as 0, with a warning. Raises
-        :class:`~headrace.base.errors.EnvError` if all attempts fail."""
+        """Return the reward of every attempt: one list for each held-out task. An attempt that fails counts as 0, with
+        a warning. Raises :class:`~headrace.base.errors.EnvError` if all attempts fail."""
         parts = self._parts
         async with asyncio.TaskGroup() as group:
             turns = None
@@ -122,8 +128,8 @@ class Evaluator:
         return [[episode.reward or 0.0 for episode in row] for row in episodes]
 
     def _warn_of(self, failures: Counter[str], num_attempts: int, warn: Callable[[str], None]) -> None:
-        """Warn of attempts that failed, with the most frequent cause. Raises :class:`~headrace.base.errors.EnvError` if
-        all of them failed."""
+        """Warn of attempts that failed, with the most frequent cause. ``failures`` counts them by cause, among
+        ``num_attempts`` attempts. Raises :class:`~headrace.base.errors.EnvError` if all of them failed."""
         if not failures:
             return
         cause, times = failures.most_common(1)[0]
@@ -133,7 +139,8 @@ class Evaluator:
         warn(f"{failed} of {num_attempts} held-out attempts failed and count as 0; {times} of them: {cause}")
 
     def _runner(self, listener: EvaluationListener, turns: ProcessRewards | None) -> EpisodeRunner:
-        """Return a runner of evaluation episodes. With ``turns``, process rewards score each turn when it ends."""
+        """Return a runner of evaluation episodes. ``turns``, if given, scores each turn with process rewards when the
+        turn ends."""
         parts = self._parts
         runner = EpisodeRunner(
             engine=parts.engine,
@@ -157,7 +164,7 @@ class Evaluator:
         )
 
     async def _row(self, run: _EvaluationRun, row: int) -> list[EpisodeGraph]:
-        """Make all attempts at one task."""
+        """Make all attempts at the held-out task with the index ``row``, score them, and return their episodes."""
         async with asyncio.TaskGroup() as group:
             attempts = [group.create_task(self._attempt(run, row, sample)) for sample in range(self._samples)]
         episodes = [attempt.result() for attempt in attempts]
@@ -167,7 +174,8 @@ class Evaluator:
         return episodes
 
     async def _attempt(self, run: _EvaluationRun, row: int, sample: int) -> EpisodeGraph:
-        """Run one evaluation episode, and score it unless its scorer waits for the whole group."""
+        """Run one attempt, number ``sample`` at the task with the index ``row``, and score it unless its scorer waits
+        for all attempts at the task. Return its episode."""
         parts = self._parts
         async with run.gate:
             episode = await run.runner.run(EpisodeKey(row, sample), parts.eval_tasks[row])
@@ -182,7 +190,7 @@ class Evaluator:
         return episode
 
     async def _score(self, run: _EvaluationRun, episodes: Sequence[EpisodeGraph]) -> None:
-        """Score attempts at one task, and grade each of them."""
+        """Score attempts at one task together, and give each of them its reward."""
         texts = tuple(completion_text(self._parts, episode) for episode in episodes)
         ids = tuple(completion_ids(episode) for episode in episodes)
         context = ScoringContext(completion_ids=ids, trainer=self._now())
@@ -191,10 +199,12 @@ class Evaluator:
             await self._grade(run, episode, scores.of(place))
 
     def _now(self) -> TrainerState:
+        """Return the trainer state at the version that the engine uses now."""
         return self._trainer(max(0, self._parts.engine.stats().version))
 
     async def _grade(self, run: _EvaluationRun, episode: EpisodeGraph, graded: Graded) -> None:
-        """Give an attempt its reward, with the rewards of its turns if there are such, and keep it."""
+        """Give an attempt its reward from ``graded``, combined with the process rewards of its turns if there are any,
+        and pass it on to the listener."""
         if run.turns is not None:
             graded = await run.turns.add(episode, graded)
         if graded.reward is not None:  # a component's failure that fails the attempt is reported as the attempt's
@@ -203,7 +213,8 @@ class Evaluator:
         await self._keep(run, episode)
 
     async def _keep(self, run: _EvaluationRun, episode: EpisodeGraph) -> None:
-        """Pass an attempt that is graded on to the listener, and free the memory of its turns."""
+        """Pass an attempt that has its reward, or has failed, on to the listener, and then free the memory of its
+        turns."""
         run.listener.on_tokens(0)  # a reward is progress too
         if run.listener.keep is not None:
             await run.listener.keep(episode)
@@ -211,13 +222,14 @@ class Evaluator:
 
 
 def completion_ids(episode: EpisodeGraph) -> IntColumn:
-    """Return the token ids of the policy's last turn, as they were sampled, including a stop token."""
+    """Return the token ids of the last turn that the policy sampled, including a stop token; empty if it sampled
+    none."""
     turns = [turn for turn in episode.turns if turn.untrained != FROZEN_AGENT and turn.stop_reason is not None]
     return turns[-1].tokens.ids_T if turns else np.zeros(0, np.int32)
 
 
 def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
-    """Return the text of the policy's last turn, without the stop token."""
+    """Return the text of the last turn that the policy sampled, without the stop token: the text that rewards score."""
     ids = completion_ids(episode).tolist()
     if ids and ids[-1] in parts.sampling.stop_ids:
         ids = ids[:-1]
@@ -225,7 +237,7 @@ def completion_text(parts: Serving, episode: EpisodeGraph) -> str:
 
 
 class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
-    """An estimate of a mean over tasks, with its 95 % interval."""
+    """An estimate of a mean over tasks, with its 95 % confidence interval."""
 
     value: float
     """The mean over the tasks."""
@@ -236,8 +248,9 @@ class IntervalEstimate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def pass_at_k(num_attempts: int, num_passed: int, k: int) -> float:
-    """Return the probability that at least one of ``k`` attempts passes, estimated without bias from the attempts that
-    were made: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv 2107.03374, equation 1).
+    """Return the probability that at least one of ``k`` attempts at a task passes, estimated without bias from
+    ``num_attempts`` attempts of which ``num_passed`` passed: 1 − C(n−c, k) / C(n, k) (Chen et al. 2021, arXiv
+    2107.03374, equation 1).
 
     >>> pass_at_k(4, 1, 1), pass_at_k(4, 1, 2), pass_at_k(4, 4, 4)
     (0.25, 0.5, 1.0)
@@ -246,8 +259,8 @@ def pass_at_k(num_attempts: int, num_passed: int, k: int) -> float:
 
 
 def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
-    """Return the probability that all of ``k`` attempts pass: C(c, k) / C(n, k) (pass^k of Yao et al. 2024, arXiv
-    2406.12045).
+    """Return the probability that all of ``k`` attempts at a task pass, estimated from ``num_attempts`` attempts of
+    which ``num_passed`` passed: C(c, k) / C(n, k) (pass^k of Yao et al. 2024, arXiv 2406.12045).
 
     >>> pass_hat_k(4, 2, 1), pass_hat_k(4, 2, 2), pass_hat_k(4, 1, 2)
     (0.5, 0.16666666666666666, 0.0)
@@ -256,8 +269,8 @@ def pass_hat_k(num_attempts: int, num_passed: int, k: int) -> float:
 
 
 def mean_of(figures: Sequence[float]) -> IntervalEstimate:
-    """Return the mean of one figure for each task, with a 95 % interval (normal approximation) from their variance; a
-    single task has no interval.
+    """Return the mean of ``figures``, one number for each task, with a 95 % interval (normal approximation) from their
+    variance; a single task has no interval.
 
     >>> mean_of([1.0, 2.0, 3.0])
     IntervalEstimate(value=2.0, low=0.868..., high=3.131...)
@@ -270,8 +283,8 @@ def mean_of(figures: Sequence[float]) -> IntervalEstimate:
 
 
 def share_of(tasks: Sequence[float]) -> IntervalEstimate:
-    """Return the mean over tasks of figures between 0 and 1, with Wilson's interval (1927), which stays within these
-    bounds.
+    """Return the mean of ``tasks``, one number between 0 and 1 for each task, with Wilson's 95 % interval (1927), which
+    stays within these bounds; a single task has no interval.
 
     The interval uses the effective number of tasks, which follows from their variance (Korn and Graubard 1998). If all
     tasks have the same figure, it is their number.

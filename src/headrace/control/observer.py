@@ -1,4 +1,5 @@
-"""The observers of a run, and the lanes of its trace that many tasks share."""
+"""The observers of a run, and the lanes of its event trace that many tasks share. A *span* is a time in which a part of
+the run was busy; a *lane* is a row of the trace, which consists of spans."""
 
 from __future__ import annotations
 
@@ -12,18 +13,19 @@ from headrace.base.types.observation import Event, LiveState, StepRecord
 from headrace.base.types.trace import Span
 
 MAX_KEPT_SPANS = 4096
-"""Number of spans that are collected at most before the observers get them."""
+"""Greatest number of spans that are collected before the observers get them."""
 
 
 class Observer(Protocol):
-    """Receives the events of a run. Its methods must return at once; an exception that they raise ends the run."""
+    """The contract of an observer, such as a writer of metrics or a view: it receives the events of a run. Its methods
+    must return at once; an exception that they raise ends the run."""
 
     def step(self, record: StepRecord) -> None:
         """Receive the record of an optimizer step that is done."""
         ...
 
     def event(self, event: Event) -> None:
-        """Receive an event that is worth a line."""
+        """Receive an event that is worth one line to a person: a warning, an evaluation, a checkpoint."""
         ...
 
     def spans(self, spans: Sequence[Span]) -> None:
@@ -36,27 +38,30 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers in one.
+    """An observer that passes everything on to several observers.
 
     Spans, of which a run has thousands a second, are collected and passed on together: before the record of a step, and
     before a state of the run. Call :meth:`flush` before an observer is closed, so that it gets the last ones.
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
+        """Pass everything on to ``observers``, in this order."""
         self._observers = tuple(observers)
         self._spans: list[Span] = []
         self._sources: list[Callable[[], list[Span]]] = []
 
     def add_span_source(self, source: Callable[[], list[Span]]) -> None:
-        """Call ``source`` whenever spans are passed on. It returns the spans of a lane since its last call."""
+        """Call ``source`` whenever spans are passed on. It returns the spans of its lane since its last call."""
         self._sources.append(source)
 
     def step(self, record: StepRecord) -> None:
+        """Pass on the collected spans and then the record of a step."""
         self.flush()
         for observer in self._observers:
             observer.step(record)
 
     def event(self, event: Event) -> None:
+        """Pass an event on at once."""
         for observer in self._observers:
             observer.event(event)
 
@@ -67,17 +72,19 @@ class Observers:
             self.flush()
 
     def spans(self, spans: Sequence[Span]) -> None:
+        """Collect spans, to pass them on with others."""
         self._spans += spans
         if len(self._spans) >= MAX_KEPT_SPANS:
             self.flush()
 
     def update(self, state: LiveState) -> None:
+        """Pass on the collected spans and then the present state of the run."""
         self.flush()
         for observer in self._observers:
             observer.update(state)
 
     def flush(self) -> None:
-        """Pass on the spans that are collected."""
+        """Pass the spans that are collected, and those of all sources, on to the observers."""
         spans, self._spans = self._spans, []
         for source in self._sources:
             spans += source()
@@ -94,6 +101,7 @@ class BusyLane:
     """
 
     def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
+        """Report spans called ``name`` in the lane ``lane`` to ``observers``."""
         self._lane = lane
         self._name = name
         self._observers = observers
@@ -103,18 +111,21 @@ class BusyLane:
         observers.add_span_source(self._spans_so_far)
 
     def __enter__(self) -> None:
+        """Note that a task has begun to work; the lane is busy from now on, if it was not."""
         if not self._num_working:
             self._since_s = self._clock.now()
         self._num_working += 1
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Note that a task has stopped working. If it was the last one, report the span of the lane."""
         if self._num_working == 1:
             self._observers.spans(self._spans_so_far())
         self._num_working -= 1
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Count a task that has entered the lane as not working, inside this context."""
+        """Count a task that has entered the lane as not working while the body runs, for example because it waits for
+        the model."""
         self.__exit__(None, None, None)
         try:
             yield

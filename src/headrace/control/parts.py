@@ -1,4 +1,5 @@
-"""The components that a controller drives: engine, learner, environment, scorers and tasks, behind their contracts."""
+"""The components that a controller drives: engine, learner, environment, scorers and tasks, each behind its contract,
+so that the controller does not know whether they are fakes, local processes or processes of a cluster."""
 
 from __future__ import annotations
 
@@ -24,11 +25,14 @@ from headrace.rollout.scoring import Scorer, TurnScorer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Serving:
-    """The components that attempt tasks and score the attempts."""
+    """The components that attempt tasks and score the attempts: all that an evaluation needs."""
 
     engine: Engine
+    """Samples tokens; it may stand for several engines."""
     scorer: Scorer
+    """Computes the rewards of whole answers."""
     env: Environment
+    """The environment in which an episode runs."""
     clock: Clock
     eval_tasks: Sequence[Task]
     """The held-out rows; empty: there is no evaluation."""
@@ -37,7 +41,7 @@ class Serving:
     max_context: int
     """Number of tokens that prompt and completion may have together."""
     decode: Callable[[Sequence[int]], str]
-    """Converts the token ids of a completion into the text that is scored."""
+    """A function that converts the token ids of a completion into the text that is scored."""
     agents: Agents = POLICY_ALONE
     """The agents that answer, by name; agents with fixed weights have engines of their own."""
     chat: Chat | None = None
@@ -49,37 +53,39 @@ class Serving:
     turn_scorer: TurnScorer | None = None
     """Scores turns while their episode is still running; ``None``: turns are not scored."""
     segments: Callable[[Tokens], Sequence[int]] | None = None
-    """Returns the starts of a turn's segments, except for the first, to which process rewards are given; ``None``:
-    process rewards are given to whole turns."""
+    """A function that returns the index of the first token of each segment of a turn but the first. Process rewards are
+    given to segments; ``None``: they are given to whole turns."""
     episode_retries: int = 0
     """Number of times that an episode whose environment failed is attempted again."""
     work_signs: Callable[[], int] = lambda: 0
-    """Returns a count that grows while processes work that report it in no other way; growth shows that the run is
-    alive."""
+    """A function that returns a count which grows while processes work that do not report it in another way; growth
+    shows that the run is alive."""
     standstills: Callable[[], Sequence[Standstill]] = tuple
-    """Returns the processes that make no progress."""
+    """A function that returns the processes that make no progress."""
 
     def num_steps(self) -> int:
-        """Return the steps of all engines plus the signs of work; while this grows, the run is alive."""
+        """Return the number of steps of all engines plus the signs of work. The stall watchdog reads it: while it
+        grows, the run is alive."""
         return self.work_signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components(Serving):
-    """The components of one run, behind their contracts: fakes, processes of this machine, or processes of a
+    """The components of one run, with those for training: fakes, processes of this machine, or processes of a
     cluster."""
 
     learner: Learner
+    """Trains the policy, and publishes its weights."""
     tasks: Sequence[Task]
-    """The rows to train on, by row index."""
+    """The rows to train on; a row's index is its position."""
     advantages: Callable[[Sequence[ScoredGroup]], Sequence[Credit]]
-    """Computes the credit of every episode of a batch that counts in a baseline, in order: one advantage, or one for
-    each turn."""
+    """A function that computes the credit of every episode of a batch that counts in a baseline, in order: one
+    advantage, or one for each turn."""
     run_dir: Path
     """The run's directory, in which checkpoints are written."""
     teachers: Teachers | None = None
-    """The teachers that read answers while these are scored; ``None``: there are none."""
+    """The teachers that score the tokens of answers while rewards are computed; ``None``: there are none."""
     engine_set: EngineSet | None = None
     """The set of engines behind ``engine``, which may leave and join; ``None``: there is one engine, which stays."""
     interrupt: Interrupt = Interrupt.INFLIGHT
-    """How running sequences continue when new weights are committed."""
+    """What happens to running sequences when new weights are committed."""

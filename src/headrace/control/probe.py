@@ -1,4 +1,5 @@
-"""The comparison of engine and learner before the first rollout: the gap between their logprobs at equal weights."""
+"""The comparison of engine and learner before the first rollout: the gap between their logprobs at equal weights, which
+must be explained by rounding. μ is the engine's distribution, π the learner's."""
 
 from __future__ import annotations
 
@@ -23,12 +24,12 @@ from headrace.rollout.environments import SingleTurn
 NUM_PROBES = 8
 """Number of answers that are compared."""
 MAX_PROBE_TOKENS = 64
-"""Number of tokens of each answer, at most."""
+"""Greatest number of tokens of each answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """The gap between engine and learner at equal weights, over sampled tokens."""
+    """The gap between the logprobs of engine and learner at equal weights, over sampled tokens."""
 
     gap: Gap
     worst: str
@@ -36,7 +37,7 @@ class Mismatch:
 
     @property
     def text(self) -> str:
-        """The gap as text, for the beginning of a sentence."""
+        """Return the gap as text, for the beginning of a sentence."""
         gap = self.gap
         return (
             f"engine and learner at equal weights: mean |Δ logprob| {gap.mean_abs:.2g}, KL {gap.kl:.2g}, over "
@@ -45,7 +46,8 @@ class Mismatch:
 
 
 def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a gap that is larger than rounding explains."""
+    """Raise :class:`~headrace.base.errors.RunError` if the mean gap is larger than ``largest``, the mean |Δ logprob| in
+    nats that rounding explains."""
     if mismatch.gap.within(largest):
         return
     raise RunError(
@@ -60,7 +62,7 @@ def refuse_unexplained(mismatch: Mismatch, largest: float) -> None:
 async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: int, run_seed: int) -> Mismatch | None:
     """Compare the engine with the learner at equal weights: sample up to :data:`NUM_PROBES` short answers, with each
     adapter in turn, let the learner compute the logprobs of the same tokens, and return the gap. Return ``None`` if no
-    task fits the context."""
+    task fits the context. ``version`` is the version of the weights, and ``board`` shows what is waited for."""
     length = min(MAX_PROBE_TOKENS, parts.sampling.max_new_tokens)
     sampling = msgspec.structs.replace(parts.sampling, max_new_tokens=length)
     if (
@@ -95,7 +97,8 @@ async def measure_mismatch(parts: Components, board: ActivityBoard, *, version: 
 
 
 def _gap_of(batch: Batch, logprobs_N: FloatColumn) -> Mismatch | None:
-    """Return the gap; ``None`` if the engine gave no finite logprob, since such tokens are left out of every loss."""
+    """Return the gap between the engine's logprobs in ``batch`` and the learner's, ``logprobs_N``; ``None`` if the
+    engine gave no finite logprob, since such tokens are left out of every loss."""
     (places,) = np.nonzero(batch.mask_N & np.isfinite(batch.logprobs_N))
     if not len(places):
         return None

@@ -1,8 +1,10 @@
-"""Resuming of a run after it ended, for whatever cause.
+"""Resuming of a run after it ended, for whatever cause. A *life* of a run is the time from one start or resumption to
+its end.
 
-The newest snapshot says how many steps its weights have. The ledger is rolled back to that step. Groups of later steps
-are ready again and keep their step, so the same batches are trained again in the same order, with the same weights as
-result. Groups that were running keep the episodes that had ended, and their other episodes are sampled again.
+The newest snapshot (checkpoint) says how many steps its weights have. The ledger is rolled back to that step. Groups of
+later steps are ready again and keep their step, so the same batches are trained again in the same order, with the same
+weights as result. Groups that were running keep the episodes that had ended, and their other episodes are sampled
+again.
 """
 
 from __future__ import annotations
@@ -22,16 +24,17 @@ from headrace.rollout.environments.curriculum import CurriculumState
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartingPoint:
-    """The state from which a life of a run starts."""
+    """The state from which a life of a run starts: its first start, or a snapshot from which it resumes."""
 
     step: int
     """Number of optimizer steps behind the weights, which is also their version."""
     snapshot: Path | None
-    """The directory of the weights; ``None``: the model directory of the run file."""
+    """The directory of the snapshot with the weights; ``None``: the run starts from the model directory of the run
+    file."""
     fingerprint: str = ""
-    """The fingerprint of the settings and rows with which the snapshot was made."""
+    """The hash of the settings and rows with which the snapshot was made; empty without a snapshot."""
     memory: ControllerMemory = field(default_factory=ControllerMemory)
-    """The controller's state in the snapshot."""
+    """The controller's own state in the snapshot."""
     sealed: bool = True
     """Whether the files of the snapshot had checksums, so that they could be verified."""
 
@@ -57,7 +60,10 @@ def starting_point(run_dir: Path) -> StartingPoint:
 
 
 def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[int, str]:
-    """Restore the groups from the ledger. Return the hashes of the versions that were committed before, by version."""
+    """Restore the groups of the flow from the ledger, rolled back to the starting point. Return the hashes of the
+    weights that an earlier life of the run committed, by version, from the version of the starting point on. Raises
+    :class:`~headrace.base.errors.CheckpointError` if ledger and snapshot do not match, and
+    :class:`~headrace.base.errors.ConfigError` if kept groups would exceed the staleness bound."""
     resumed = ledger.roll_back(start.step)
     if start.step * state.flow_config.groups_per_step != resumed.num_released:
         raise CheckpointError(

@@ -1,4 +1,5 @@
-"""Snapshots of a run: the controller's state beside the learner's files, and the order in which they are written."""
+"""Snapshots (checkpoints) of a run: the controller's state beside the learner's files, and the order in which they are
+written. A *life* of a run is the time from one start or resumption to its end."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ CHECKPOINTS = "checkpoints"
 
 
 class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's state in a snapshot, which a later life of the run needs beside weights and ledger."""
+    """The controller's own state in a snapshot, which a later life of the run needs in addition to weights and
+    ledger."""
 
     eval_before: float | None = None
     """The held-out mean reward before the first life's training; ``None``: there was no evaluation."""
@@ -33,14 +35,14 @@ class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
     """The curriculum's statistics of the rows; ``None`` without a curriculum."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the state as plain values, for a file."""
+        """Return the state as plain values that JSON can hold, for a file."""
         plain: dict[str, Any] = msgspec.to_builtins(self, str_keys=True)
         return plain
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> ControllerMemory:
-        """Read a state from a file. Raises :class:`~headrace.base.errors.CheckpointError` for values that no controller
-        has written."""
+        """Return the state that :meth:`as_json` returned as ``plain``. Raises
+        :class:`~headrace.base.errors.CheckpointError` for values that no controller has written."""
         try:
             return msgspec.convert(plain, cls)
         except msgspec.ValidationError as error:
@@ -52,9 +54,10 @@ class ControllerMemory(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saving:
-    """A snapshot that is being written."""
+    """A snapshot that was ordered and is not complete."""
 
     step: int
+    """Number of optimizer steps behind its weights."""
     unfinished: Path
     """The directory of the snapshot, which has a temporary name."""
     written: asyncio.Task[None]
@@ -62,10 +65,11 @@ class Saving:
 
 
 class Saver:
-    """Writes snapshots: first the learner's files, then the controller's state and the final name. Generation goes
-    on."""
+    """Writes the snapshots of a run: first the learner's files, then the controller's state and the final name.
+    Generation continues meanwhile."""
 
     def __init__(self, state: RunState, *, fingerprint: str) -> None:
+        """``fingerprint`` is a hash of the settings and rows, which is stored in every snapshot."""
         self._state = state
         self._fingerprint = fingerprint
         self._saved: set[int] = set()
@@ -76,7 +80,8 @@ class Saver:
         self._saved.add(step)
 
     def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
-        """Order the snapshot of ``step``. The learner writes it after the orders before it."""
+        """Order the snapshot of ``step`` from the learner, which writes it after the orders before it, as a task of
+        ``orders``. Return the unfinished snapshot, for :meth:`finish`."""
         unfinished = checkpoint.begin(self.directory, step)
         written = orders.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
@@ -111,7 +116,7 @@ class Saver:
         state.event(f"checkpoint {final.name}")
 
     def _memory(self) -> ControllerMemory:
-        """Return what the controller has to remember over a restart."""
+        """Return the state of the controller that a later life of the run needs."""
         state = self._state
         return ControllerMemory(
             eval_before=state.metrics.totals.eval_before,

@@ -1,4 +1,5 @@
-"""Teachers with engines of their own, which read answers while the rewards of these are computed.
+"""Teachers with engines of their own, which score the tokens of answers while rewards are computed. To *read* an answer
+is to compute the teacher's log-probability of each of its tokens.
 
     finished episode ──▶ start ──▶ its teacher, by a prefill of every path ──▶ finish ──▶ columns of its turns
                                    too late, or dead: called again, `retries` times; then the episode has failed
@@ -28,8 +29,8 @@ from headrace.engine import Engine
 from headrace.rollout.scoring.rubric import FIRST_PAUSE_S, LONGEST_PAUSE_S
 
 CALLS_AT_ONCE = 2
-"""Calls of one teacher at the same time. Its engine answers one after the other, and the second call is ready when the
-first is done."""
+"""Greatest number of calls of one teacher at the same time. Its engine answers one after the other, and the second call
+is ready when the first is done."""
 OTHER_PROMPT = "teacher_error: the episode does not begin with the prompt of its row, in whose place the teacher's is"
 """The cause of an episode that fails because its first tokens are not those that the teacher's prompt replaces."""
 
@@ -41,14 +42,15 @@ class TeacherCallConfig:
     version: int
     """The version of the teacher's weights: one of the run, or ``FROZEN``."""
     num_entries: int = 0
-    """Number of the likeliest vocabulary entries that it returns for each token."""
+    """Number of the likeliest vocabulary entries that the teacher returns for each token; 0 for none."""
     below: int = 0
     """Entries with this id or a greater one are not returned, since they are not in the policy's vocabulary; 0: all
     entries may be."""
     prompts: Sequence[IntColumn] | None = None
-    """The prompts that it reads in place of the rows' own, by row index; ``None``: it reads the policy's prompts."""
+    """The prompts that the teacher reads instead of the rows' own, by row index; ``None``: it reads the policy's
+    prompts."""
     timeout_s: float = 60.0
-    """Seconds after which a call has failed."""
+    """Seconds after which a call without an answer has failed."""
     retries: int = 2
     """Number of times that a failed call is made again."""
 
@@ -68,42 +70,44 @@ class TeacherClient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Teachers:
-    """The teachers of a run."""
+    """The teachers of a run, and how a row chooses one of them."""
 
     by_name: Mapping[str, TeacherClient]
+    """The teachers by name."""
     column: str
     """The column of a row that names its teacher, if there are several."""
     temperature: float
     """The sampling temperature, at which the teacher's logprobs are computed too."""
 
     def of(self, task: Task) -> TeacherClient:
-        """Return the teacher that reads answers to ``task``."""
+        """Return the teacher that scores answers to ``task``: the only one, or the one that its row names."""
         if len(self.by_name) == 1:
             return next(iter(self.by_name.values()))
         return self.by_name[task.row[self.column]]
 
 
 class Teaching:
-    """Collects the teachers' scores of the episodes that are scored. The number of calls is bounded by the episodes
-    that run."""
+    """Collects the teachers' scores of episodes while their rewards are computed. The number of calls is bounded by the
+    episodes that run. The scoring loop owns it."""
 
     def __init__(
         self, teachers: Teachers, tasks: asyncio.TaskGroup, show_request: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """``show_request`` returns a context that is entered while a teacher computes."""
+        """Call ``teachers`` in tasks of the group ``tasks``. ``show_request`` returns a context that is entered while a
+        teacher computes, so that views can show it."""
         self._teachers = teachers
         self._tasks = tasks
         self._show_request = show_request
         self._calls: dict[EpisodeKey, tuple[TeacherClient, asyncio.Task[dict[int, TeacherScores] | str]]] = {}
 
     def start(self, task: Task, episode: EpisodeGraph) -> None:
-        """Send a finished episode to its teacher."""
+        """Send a finished episode, an attempt at ``task``, to its teacher, without waiting for the scores."""
         teacher = self._teachers.of(task)
         self._calls[episode.key] = teacher, self._tasks.create_task(self._read_episode(teacher, task, episode))
 
     async def finish(self, episode: EpisodeGraph) -> str:
-        """Wait for the teacher, and add its scores to the turns of the episode. Return why the teacher failed; empty if
-        it did not."""
+        """Wait for the teacher's scores of an episode that was given to :meth:`start`, and add them to its turns.
+        Return why the teacher failed, as the cause of the episode's failure; empty if it did not."""
         teacher, call = self._calls.pop(episode.key)
         scores_by_turn = await call
         if isinstance(scores_by_turn, str):
@@ -118,8 +122,8 @@ class Teaching:
     async def _read_episode(
         self, teacher: TeacherClient, task: Task, episode: EpisodeGraph
     ) -> dict[int, TeacherScores] | str:
-        """Return the teacher's scores of every turn that carries loss, by the turn's index, or why the teacher
-        failed."""
+        """Return the teacher's scores of every turn that carries loss, by the turn's index; or, as text, why the
+        teacher failed."""
         found: dict[int, TeacherScores] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
@@ -143,7 +147,8 @@ class Teaching:
         return found
 
     async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
-        """Call the teacher until it answers or the retries are used up. Return its answer, or why it failed."""
+        """Return the teacher's scores of ``tokens``; or, as text, why it failed in every call. A call that failed is
+        repeated up to the number of retries, if another one may succeed."""
         pause_s, left = FIRST_PAUSE_S, teacher.config.retries
         while True:
             scores, again = await self._call_once(teacher, tokens)
@@ -153,7 +158,8 @@ class Teaching:
             pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
 
     async def _call_once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
-        """Call the teacher once. Return its answer, or why it failed; and whether another call may succeed."""
+        """Call the teacher once for its scores of ``tokens``. Return the scores or, as text, why the call failed; and
+        whether another call may succeed."""
         config = teacher.config
         try:
             async with teacher.gate, TimeLimit(config.timeout_s):
@@ -171,17 +177,19 @@ class Teaching:
 
 
 def _carries_loss(episode: EpisodeGraph, place: int) -> bool:
+    """Return whether the turn at index ``place`` was sampled and carries loss."""
     turn = episode.turns[place]
     return not turn.untrained and bool(turn.tokens.sampled_T.any())
 
 
 def _without_routing(tokens: Tokens) -> Tokens:
-    """Return the tokens without their recorded experts, since the teacher's model routes tokens by itself."""
+    """Return the tokens with their kept-sets but without their recorded experts, since the teacher's model routes
+    tokens by itself."""
     return Tokens(ids_T=tokens.ids_T, logprobs_T=tokens.logprobs_T, versions_T=tokens.versions_T, kept=tokens.kept)
 
 
 def _teacher_scores_of(scores: TopScores, span: slice, version: int) -> TeacherScores:
-    """Return the scores of the tokens in ``span``."""
+    """Return the scores of the tokens in ``span``, marked with ``version``, the version of the teacher's weights."""
     return TeacherScores(
         logprobs_T=scores.logprobs_T[span],
         versions_T=np.full(span.stop - span.start, version, np.int32),

@@ -1,5 +1,5 @@
-"""Process rewards: turns are scored while their episode is still running, and the episode does not wait for the
-scores."""
+"""Process rewards: rewards of single turns, which are scored while their episode is still running; the episode does not
+wait for the scores. A turn can be cut into *segments*, which are scored one by one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from headrace.rollout.branches import split
 from headrace.rollout.scoring import Graded, ScoringContext, TurnScorer
 
 REWARD_NONE = "reward_none: the reward was None, which means that the answer does not count"
-"""The cause of an episode that is not trained because its reward is ``None``."""
+"""The cause of an episode that is not trained because its reward function returned ``None``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,9 +30,9 @@ class _TurnQuery:
     """A turn, or a segment of one, that is being scored."""
 
     ids_T: IntColumn
-    """The tokens of the turn, by which the turn is found in the episode."""
+    """The tokens of the whole turn; this array is how the turn is found in the episode."""
     start: int
-    """The first token of the segment that is scored; 0 for a whole turn."""
+    """The index of the first token of the segment that is scored; 0 for a whole turn."""
     scoring: asyncio.Task[Graded]
     """The task that returns the score."""
 
@@ -57,8 +57,9 @@ class ProcessRewards:
         *,
         trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
-        """``show_request`` returns a context that is entered while a score is waited for. ``trainer`` returns the
-        trainer state for an episode."""
+        """Score turns with ``scorer`` in tasks of the group ``tasks``. ``show_request`` returns a context that is
+        entered while a score is computed, so that views can show it. ``trainer`` returns the trainer state for an
+        episode, for rewards that request it."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks
@@ -67,7 +68,8 @@ class ProcessRewards:
         self._queries: dict[EpisodeKey, list[_TurnQuery]] = {}
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Begin to score a turn that has been sampled after ``prompt_ids_T``."""
+        """Begin to score a turn of the episode ``key``, or each of its segments. The turn was sampled after the tokens
+        ``prompt_ids_T``."""
         queries, ids_T = self._queries.setdefault(key, []), turn.tokens.ids_T
         cuts = () if self._parts.segments is None else self._parts.segments(turn.tokens)
         bounds = [0, *cuts, len(ids_T)]
@@ -77,12 +79,14 @@ class ProcessRewards:
             queries.append(_TurnQuery(ids_T=ids_T, start=start, scoring=scoring))
 
     def forget(self, key: EpisodeKey) -> None:
-        """Cancel the scores of an episode that is not needed any more."""
+        """Cancel the scoring of the turns of the episode ``key``, which is not needed any more."""
         for queries in self._queries.pop(key, ()):
             queries.scoring.cancel()
 
     async def add(self, episode: EpisodeGraph, graded: Graded) -> Graded:
-        """Return the reward of a whole episode combined with the rewards of its turns."""
+        """Return ``graded``, the result for a whole episode, combined with the results for its turns, whose rewards are
+        added. Wait for those that are missing. The combination has no reward if that of the episode or of a turn is
+        missing."""
         turns = await self._join(episode)
         both = turns.beside(graded)
         parts = {label: both.parts[label] for label in self._scorer.labels if label in both.parts}
@@ -93,8 +97,8 @@ class ProcessRewards:
         return msgspec.structs.replace(both, reward=graded.reward + turns.reward)
 
     async def _join(self, episode: EpisodeGraph) -> Graded:
-        """Add the process rewards to the turns of an episode, and return one grade that combines them, with the results
-        of their components. It has no reward if that of a turn is missing.
+        """Add the process rewards to the turns of an episode, and return one result that combines those of its turns.
+        It has no reward if that of a turn is missing.
 
         Turns that the episode no longer has, such as those of an attempt that was retried, do not count.
         """
@@ -128,7 +132,8 @@ class ProcessRewards:
     async def _score(
         self, key: EpisodeKey, task: Task, history_T: IntColumn, ids_T: IntColumn, *, number: int
     ) -> Graded:
-        """Score one turn. ``history_T`` are the tokens before it."""
+        """Return the score of one turn, or of a segment, with the tokens ``ids_T``. ``history_T`` are the tokens before
+        it, and ``number`` is its index among those of the episode."""
         parts = self._parts
         context = ScoringContext(completion_ids=(ids_T,), trainer=self._trainer(key))
         ids = ids_T.tolist()
@@ -141,8 +146,8 @@ class ProcessRewards:
 
 
 def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
-    """Cut turns into their segments; ``graded`` has the turn, the first token and the process reward of each
-    segment."""
+    """Cut turns of an episode into their segments, in place, and give each segment its process reward. ``graded`` has,
+    for each segment, the index of its turn, the index of its first token, and the reward."""
     # From the last turn to the first, since a cut moves the indices of all later turns.
     for place in sorted({place for place, _, _ in graded}, reverse=True):
         segments = [(start, reward) for turn, start, reward in graded if turn == place]
@@ -152,8 +157,8 @@ def _cut(turns: list[Turn], graded: Sequence[tuple[int, int, float]]) -> None:
 
 
 def assign_reward(episode: EpisodeGraph, graded: Graded) -> None:
-    """Give an episode its reward, or the cause of its failure. Values that rewards logged go to its last sampled
-    turn."""
+    """Give an episode its reward, its components and its status: SCORED, or FAILED with the cause if there is no
+    reward. Columns that reward functions logged go to its last sampled turn."""
     sampled = [place for place, turn in enumerate(episode.turns) if turn.stop_reason is not None]
     if graded.extra and sampled:
         turn = episode.turns[sampled[-1]]

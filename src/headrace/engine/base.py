@@ -1,11 +1,12 @@
 """The contracts of an engine.
 
-An engine has two contracts. :class:`EngineCore` is the machine itself: a synchronous step loop drives it, in a process
-or thread of its own. :class:`Engine` is the asynchronous interface that the rest of the system uses, wherever the core
-runs.
+An engine has two contracts. :class:`EngineCore` is the part that computes: a synchronous step loop drives it, in a
+process or thread of its own. :class:`Engine` is the asynchronous interface that the rest of the system uses, wherever
+the core runs.
 
-A version is *staged* while decoding continues and *committed* between two steps, so that every forward pass uses one
-version.
+A *version* is one set of weights, identified by a number. It is *staged* (loaded beside the weights in use and
+verified) while decoding continues, and *committed* (put into use) between two steps, so that every forward pass uses
+one version. The tokens of a sequence are returned in *chunks* (:class:`~headrace.base.types.episode.TokenChunk`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,13 @@ from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 class TokenSource(Protocol):
-    """An object that generates tokens for a prompt."""
+    """An object that generates tokens for a prompt: an engine, or anything else that can stand in for one."""
 
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence. Chunks arrive while it grows, and the last one has a stop reason.
+        """Sample one sequence after the prompt, and yield its new tokens in chunks. Chunks arrive while the sequence
+        grows, and the last one has a stop reason.
 
         Requests that are made in one iteration of the event loop join the batch together, in that order. Leaving the
         iterator early withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that
@@ -38,16 +40,18 @@ class TokenSource(Protocol):
 
 
 class Engine(TokenSource, Protocol):
-    """An engine as the rollouts see it."""
+    """An engine as the rollouts and the weight sync see it: it generates, scores given tokens and takes new weights."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprob of each token but the first, computed by one prefill with the weights in use. Kept-sets
-        and routing that the tokens carry are applied."""
+        """Return the logprobs of given ``tokens`` under the weights in use, computed by one prefill: one value for each
+        token, 0 for the first, which nothing precedes. Kept-sets (the entries that survived truncation) and the routing
+        of experts that the tokens carry are applied."""
         ...
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs of the tokens, and at each position the ``num`` most likely entries. Only entries with
-        ids below ``below`` are considered (0: all)."""
+        """Return the logprobs of the tokens, as :meth:`score` does, and for each position the ``num`` most likely
+        entries of the vocabulary with their logprobs. Only entries with ids below ``below`` are considered (0: all).
+        Distillation calls this on a teacher's engine."""
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
@@ -60,12 +64,13 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Use the staged ``version``. ``mode`` decides when it comes into use and what happens to the running
-        sequences."""
+        """Use the staged ``version``, and return the costs of the change once it is in use. ``mode`` decides when it
+        comes into use and what happens to the running sequences."""
         ...
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stop after the present step; with ``release``, also free the memory of the key-value cache."""
+        """Stop generating after the present step, until :meth:`resume`; with ``release``, also free the memory of the
+        key-value cache. Running sequences are kept."""
         ...
 
     async def resume(self) -> None:
@@ -73,7 +78,7 @@ class Engine(TokenSource, Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """Return the latest counters."""
+        """Return the latest counters of the engine, such as sampled tokens and running sequences."""
         ...
 
 
@@ -84,13 +89,15 @@ class EngineSet(Protocol):
     """
 
     async def wait_for_any(self) -> None:
-        """Wait until an engine is present that has not missed the newest version, with weights or without, or until all
-        engines are present."""
+        """Wait until at least one engine is present that has not missed the newest version, whether it has weights
+        already or not, or until all engines of the set are present. The controller calls this before it lets the
+        learner send a version again."""
         ...
 
     def drop_lagging(self, version: int, why: str) -> bool:
-        """Mark the engines that lack ``version`` as having missed it, if at least one other engine has staged it.
-        Return whether one has; if not, nothing changes."""
+        """Mark the engines that lack ``version`` as having missed it, for the reason ``why``, if at least one other
+        engine has staged it: the run then continues with the others. Return whether one has; if not, nothing
+        changes."""
         ...
 
     async def wait_for_lagging(self) -> None:
@@ -100,7 +107,7 @@ class EngineSet(Protocol):
 
 
 class EngineCore(Protocol):
-    """The machine behind an engine.
+    """The synchronous engine that computes: a step loop calls it in its own process or thread.
 
     It is not thread-safe, except for :meth:`stage`. Only :meth:`step`, :meth:`score` and :meth:`top_scores` may block.
     """
@@ -116,7 +123,8 @@ class EngineCore(Protocol):
         ...
 
     def has_work(self) -> bool:
-        """Return whether a step would do anything."""
+        """Return whether a step would do anything: whether a sequence runs or waits, or chunks are due. The step loop
+        waits for messages if not."""
         ...
 
     def step(self) -> list[TokenChunk]:
@@ -125,7 +133,8 @@ class EngineCore(Protocol):
         ...
 
     def score(self, request: ScoreTokens) -> FloatColumn:
-        """Return the logprobs of given tokens, by one prefill between two steps."""
+        """Return the logprobs of given tokens, one for each token and 0 for the first, by one prefill between two
+        steps."""
         ...
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
@@ -134,7 +143,9 @@ class EngineCore(Protocol):
         ...
 
     def stage(self, update: WeightUpdate) -> None:
-        """Verify an update. May run in another thread while :meth:`step` runs."""
+        """Load the version ``update`` beside the weights in use and verify it, so that it can be committed. May run in
+        another thread while :meth:`step` runs. Raises :class:`~headrace.base.errors.WeightsError` if the version cannot
+        be used."""
         ...
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
@@ -143,17 +154,18 @@ class EngineCore(Protocol):
         ...
 
     def take_swaps(self) -> list[SwapReport]:
-        """Return the reports of the commits completed since the last call, in their order."""
+        """Remove and return the reports of the commits that have been completed since the last call, in their order."""
         ...
 
     def pause(self, *, release: bool = False) -> None:
-        """Stop working until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
+        """Stop working until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``. With ``release``, also free
+        the memory of the key-value cache."""
         ...
 
     def resume(self) -> None:
-        """Start working again."""
+        """Start working again after :meth:`pause`; a released cache is allocated again."""
         ...
 
     def stats(self) -> EngineStats:
-        """Return the counters since the start."""
+        """Return the counters of the engine since its start, and its load at this moment."""
         ...

@@ -22,9 +22,10 @@ class Capabilities:
     """Whether the logprob of a token under top-k, top-p or min-p is that of the renormalised, truncated
     distribution."""
     kept_sets: bool
-    """Whether each token comes with its kept-set under top-k, top-p or min-p."""
+    """Whether each token comes with its kept-set under top-k, top-p or min-p: the ids of the entries that survived the
+    truncation."""
     routing: bool
-    """Whether the tokens of a mixture of experts come with their routing."""
+    """Whether the tokens of a mixture of experts come with their routing: the experts chosen in each layer."""
     adapters: bool
     """Whether a learner can send LoRA adapters without the base weights, one per agent where several agents are
     trained."""
@@ -39,7 +40,8 @@ class Capabilities:
     exact_scores: bool
     """Whether it does so at any temperature, and under given kept-sets and routing."""
     forks: bool
-    """Whether a request can fork an earlier one of the same engine."""
+    """Whether a request can fork an earlier one of the same engine: continue it from one of its tokens, with its
+    cache."""
     reuses_stale: bool
     """Whether a fork may share cache blocks that older weights computed."""
     pins: bool
@@ -62,7 +64,9 @@ class Capabilities:
     """Whether one engine can compute on several devices (``engine.tensor``, ``engine.pipeline``)."""
 
     def on(self, device: str) -> Capabilities:
-        """Return the capabilities on ``device``. On a processor, engines that are servers cannot free their cache."""
+        """Return the capabilities on ``device``, such as ``cpu`` or ``cuda:0``. On a processor, engines that are
+        servers of their own (not ``embedded``) cannot free their cache, and so cannot commit with
+        ``Interrupt.SLEEP``."""
         if not self.embedded and device == CPU:
             return replace(self, releases=False, interrupts=self.interrupts - {Interrupt.SLEEP})
         return self

@@ -1,5 +1,6 @@
-"""Settings of the engines, and the description of a kind of engine: its settings, its capabilities and how it is
-opened."""
+"""Settings of the engines (the table ``[engine]`` of a run file), and the description of a kind of engine: its
+settings, its capabilities and how it is opened. Kinds are ``native``, which computes in a process of Headrace, and
+servers such as vLLM and SGLang."""
 
 from __future__ import annotations
 
@@ -36,23 +37,25 @@ EXCLUSIVE_CACHE_SHARE = 0.9
 
 
 class EngineSettings(Section):
-    """The settings of one kind of engine: its table ``[engine.server]``. This base class has none."""
+    """The settings that only one kind of engine has: its table ``[engine.server]``. This base class has none; a kind
+    with settings of its own derives from it."""
 
     def for_engine(self, place: int) -> EngineSettings:
         """Return the settings of the engine with index ``place`` in a run of several engines."""
         return self
 
     def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for settings that conflict with ``engine.count`` or
-        ``launch.start_timeout_s``."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that conflict with ``count`` engines
+        (``engine.count``), with ``width`` GPUs per engine, or with ``launch.start_timeout_s``, the seconds that an
+        engine may take to start. This base class refuses nothing."""
 
     def refuse_start(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for settings with which no engine is started any more. The
-        settings of older runs may hold them, and can be read."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that are still read but no longer supported: a
+        run file of an older version of Headrace can be loaded with them, but no engine is started."""
 
     def sentence(self, kind: str) -> str:
-        """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run; empty for
-        none."""
+        """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run that the user
+        reads; empty if there is nothing to say, as here."""
         return ""
 
     @property
@@ -63,7 +66,8 @@ class EngineSettings(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSetup:
-    """The arguments that an engine is opened with, in its own process."""
+    """The arguments that an engine is opened with, in its own process. The process that runs the engine makes the
+    record, and passes it to :attr:`EngineKind.open`."""
 
     config: EngineConfig
     model: ModelConfig
@@ -119,6 +123,8 @@ class EngineKind:
 
 
 def _problem(made: Any) -> str | None:
+    """Return why the object ``made`` that an installed package offers is not a kind of engine, in words that follow its
+    name; ``None`` if it is one. The registry calls this for each kind that it loads."""
     return (
         None if isinstance(made, EngineKind) else f"is a {type(made).__name__}, not a headrace.engine.config.EngineKind"
     )
@@ -195,7 +201,7 @@ class EngineConfig(Section):
 
     @property
     def can(self) -> Capabilities:
-        """The capabilities of this kind of engine on this device."""
+        """The capabilities of this kind of engine (``kind``) on this ``device``."""
         return ENGINES.load(self.kind).capabilities.on(self.device)
 
     @property
@@ -205,11 +211,13 @@ class EngineConfig(Section):
 
     @property
     def fuses(self) -> bool:
-        """Whether this kind of engine has fused kernels, and they are not switched off."""
+        """Whether the model may run on fused kernels: this kind of engine reads the setting ``kernels``, and it is not
+        ``off``."""
         return self.kernels == "auto" and "kernels" not in ENGINES.load(self.kind).unread
 
     def refuse_server(self, what: str) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` unless the engine can compute in the process of ``what``."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless this kind of engine can compute in the caller's
+        process. ``what`` names the caller in the error, such as a command."""
         if not self.can.embedded:
             raise ConfigError(
                 f"engine.kind={self.kind!r} is a server of its own, and {what} computes in its own process",
@@ -219,7 +227,8 @@ class EngineConfig(Section):
     @field_validator("server", mode="before")
     @classmethod
     def _fits_the_kind(cls, given: Any, info: ValidationInfo) -> EngineSettings:
-        """Validate ``[engine.server]`` as the section of this kind of engine."""
+        """Validate ``given``, the table ``[engine.server]`` or its settings, as the section of the chosen
+        ``engine.kind``, and return that section. A kind without settings of its own gets an empty one."""
         kind = info.data.get("kind", "native")  # one that is not known has been refused
         section = ENGINES.load(kind).settings
         tree = given.model_dump() if isinstance(given, EngineSettings) else given
@@ -230,7 +239,8 @@ class EngineConfig(Section):
 
     @model_validator(mode="after")
     def _settings_act(self) -> Self:
-        """Refuse settings that the chosen engine does not read, so that no setting is without effect."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a changed setting that the chosen kind of engine does
+        not read, so that no setting is without effect."""
         fields = type(self).model_fields
         for name in sorted(ENGINES.load(self.kind).unread):
             given = self.__dict__[name]
@@ -255,8 +265,8 @@ class EngineConfig(Section):
         return self
 
     def on(self, device: str, *, shared: bool) -> Self:
-        """Return these settings for ``device``. The default cache leaves room for a learner if the device is ``shared``
-        with one.
+        """Return a copy of these settings for ``device``. ``cache_share`` gets its default if it is not set, which
+        leaves room for a learner if the device is ``shared`` with one or is the processor.
 
         >>> EngineConfig().on("cuda:1", shared=False).cache_share, EngineConfig().on("cuda:0", shared=True).cache_share
         (0.9, 0.3)
@@ -267,8 +277,9 @@ class EngineConfig(Section):
 
 
 def _refuse_server_of_none(kind: str, tree: Any) -> None:
-    """Refuse settings of another kind of engine, unless all of them are at their defaults: run files that Headrace
-    wrote before each kind had a section of its own say so much."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a table ``tree`` of ``[engine.server]`` beside a ``kind``
+    that has no such settings. A table that holds only defaults of another kind is accepted: run files that Headrace
+    wrote before each kind had a section of its own contain it."""
     owners = {name: ENGINES.load(name).settings for name in ENGINES.own_names()}
     owners = {name: section for name, section in owners.items() if section is not EngineSettings}
     if any(validate(section, tree, "engine.server") == section() for section in owners.values()):
@@ -280,7 +291,8 @@ def _refuse_server_of_none(kind: str, tree: Any) -> None:
 
 
 class StructureConfig(Section):
-    """What every answer of a run looks like: one of a JSON schema, a regular expression and a choice of texts."""
+    """The settings of ``[engine.structure]``: the form that every answer of a run must have, given as exactly one of a
+    JSON schema, a regular expression and a choice of texts."""
 
     json_schema: dict[str, Any] | None = None
     """The schema that an answer follows, as a table."""
@@ -303,14 +315,16 @@ class StructureConfig(Section):
 
     @property
     def description(self) -> str:
-        """The structure as :attr:`headrace.base.types.sampling.Sampling.structure` holds it."""
+        """The structure as one text, in the form that a request to an engine carries
+        (:attr:`headrace.base.types.sampling.Sampling.structure`)."""
         if self.json_schema is not None:
             return structure.json_schema(self.json_schema)
         return structure.regex(self.regex) if self.regex else structure.choice(self.choice)
 
 
 class FleetConfig(EngineConfig):
-    """Settings of sampling, of the batch, and of the number of engines."""
+    """The settings of all engines of a run: those of one engine, the number of engines, and the structure of
+    answers."""
 
     structure: StructureConfig | None = None
     """What every answer looks like, in training and evaluation: tokens that do not fit cannot be drawn, and log π is
@@ -322,7 +336,8 @@ class FleetConfig(EngineConfig):
     and ``fork_memory`` apply to each."""
 
     def for_engine(self, place: int, devices: Devices) -> EngineConfig:
-        """Return the settings of the engine with index ``place``. Engines on one device divide its memory.
+        """Return the settings of the engine with index ``place``, on its own device of ``devices``. Engines on one
+        device divide its ``cache_share`` equally.
 
         >>> two = Devices(engines=("cuda:1", "cuda:1"), learner=("cuda:0",))
         >>> FleetConfig(count=2).for_engine(0, two).cache_share

@@ -1,6 +1,8 @@
-"""The embedded engine as a kind of engine, and its construction from settings and a model directory.
+"""The embedded engine (``engine.kind = "native"``) as a kind of engine, and its construction from settings and a model
+directory.
 
-This module is imported with a run file, so it imports torch and the engine only when one is opened.
+This module is imported whenever a run file is read, so its functions import torch and the engine only when an engine is
+opened.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
-    """Load the model and construct its engine.
+    """Load the model and construct its engine, which stays open within the context. This is the ``open`` function of
+    the kind ``native``.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the batch or its cache does not fit the memory.
     """
@@ -58,15 +61,18 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
 
 
 class _Reading(TypedDict, total=False):
-    """What the engine reads answers with."""
+    """The optional arguments of the engine that need the model's tokenizer; both are absent without one."""
 
     decode: Callable[[list[int]], str]
+    """Return the text of token ids, special tokens included; the engine finds stop strings in it."""
     masks: MaskMaker
+    """Return the mask of a new answer from the description of its structure."""
 
 
 def _reading(path: str, model: PreTrainedModel) -> _Reading:
-    """Return a function from ids to text that keeps special tokens, for stop strings, and the maker of masks for
-    structures; nothing for a model directory without a tokenizer."""
+    """Load the tokenizer of the model directory ``path``, and return the arguments of the engine that need it: a
+    function from ids to text that keeps special tokens, for stop strings, and the maker of masks for structured
+    answers. Return an empty dict for a model directory without a tokenizer."""
     from headrace.engine.structure import Grammars
     from headrace.models.endings import stop_ids
     from headrace.models.load import load_tokenizer

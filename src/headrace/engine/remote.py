@@ -1,6 +1,8 @@
 """A client of an engine behind an OpenAI-compatible completions endpoint: vLLM, SGLang or ``headrace serve``.
 
-Requests and answers are token ids. The server has its own weights, so it can be evaluated but not trained.
+Requests and answers are token ids. The server has its own weights, so it can be evaluated but not trained; its tokens
+have version 0. It can also be a teacher, which scores tokens that others sampled. A completion is streamed as
+server-sent events: lines that begin with ``data: ``.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ CONNECT_S = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEndpoint:
-    """The address of an engine that another party runs."""
+    """The address of an engine that was started outside Headrace, and the token for it."""
 
     url: str
     """The URL of its API, with ``/v1``."""
@@ -49,9 +51,9 @@ class RemoteEndpoint:
 
 @asynccontextmanager
 async def connect(endpoint: RemoteEndpoint) -> AsyncIterator[RemoteEngine]:
-    """Connect to the engine at ``endpoint``.
+    """Connect to the engine at ``endpoint``, and disconnect when the context ends.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if it does not list a model.
+    Raises :class:`~headrace.base.errors.ConfigError` if the engine cannot be reached or does not list a model.
     """
     import httpx
 
@@ -79,7 +81,11 @@ async def connect(endpoint: RemoteEndpoint) -> AsyncIterator[RemoteEngine]:
 
 
 class RemoteEngine:
-    """A :class:`~headrace.engine.TokenSource` behind an HTTP endpoint. :func:`connect` makes one."""
+    """A :class:`~headrace.engine.TokenSource` behind an HTTP endpoint. :func:`connect` makes one.
+
+    ``model`` is the server's name for the model. ``is_ours`` says that the server is ``headrace serve``, which returns
+    token ids without being asked to.
+    """
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
         self._client = client
@@ -92,7 +98,7 @@ class RemoteEngine:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence; see :class:`~headrace.engine.TokenSource`.
+        """Sample one sequence after the prompt, and yield its tokens in chunks, of which the last has a stop reason.
 
         An answer that began on another engine is continued after its tokens; its further draws differ from those that
         the first engine would have made.
@@ -117,7 +123,7 @@ class RemoteEngine:
             self._count(running=-1)
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprobs of the tokens and the ``num`` likeliest entries; see :class:`~headrace.engine.Engine`.
+        """Return the logprobs of ``tokens`` (0 for the first) and the ``num`` likeliest entries at each position.
 
         Raises :class:`~headrace.base.errors.RequestError` for a temperature other than 1, of which servers tell no
         logprobs, for an entry with an id of ``below`` or more, which cannot be left out of the server's count, and for
@@ -150,11 +156,14 @@ class RemoteEngine:
         return text
 
     def stats(self) -> EngineStats:
-        """Return the counters that the client can observe."""
+        """Return the counters that the client can observe: running requests, chunks (as ``steps``) and sampled
+        tokens."""
         return self._stats
 
     async def _json(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Return the object that the engine answers as a whole."""
+        """Send ``body`` to ``path`` and return the JSON object that the engine answers, read to its end. Raises
+        :class:`~headrace.base.errors.RunError` if the engine cannot be reached, and
+        :class:`~headrace.base.errors.RequestError` if it refuses the request or answers anything else."""
         import httpx
 
         try:
@@ -175,7 +184,9 @@ class RemoteEngine:
         return tree
 
     async def _ask(self, body: dict[str, Any], path: str = "completions") -> httpx.Response:
-        """Send the request until the engine accepts it, and return the response, whose stream has begun."""
+        """Send the request until the engine accepts it, and return the response, whose body has not been read yet. An
+        engine that is full (HTTP 429 or 503) is asked again after each pause of ``PAUSES_S``; raises
+        :class:`~headrace.base.errors.RequestError` for any other refusal and after the last attempt."""
         for pause_s in (*PAUSES_S, None):
             request = self._client.build_request("POST", path, json=body)
             answer = await self._client.send(request, stream=True)
@@ -189,8 +200,9 @@ class RemoteEngine:
         raise AssertionError("the last attempt returns or raises")
 
     def _body(self, sampling: Sampling, num_begun: int) -> dict[str, Any]:
-        """Return the JSON body of a request, without the prompt. ``num_begun`` tokens of the answer exist already and
-        count for its limit."""
+        """Return the JSON body of a completion request, without the prompt. ``num_begun`` tokens of the answer exist
+        already and count towards its limit ``max_new_tokens``. Raises :class:`~headrace.base.errors.RequestError` for
+        options that the protocol cannot express."""
         if sampling.structure or sampling.record_top:
             raise RequestError(
                 "a structure, or likeliest entries, are asked of an engine behind OpenAI's protocol",
@@ -215,7 +227,7 @@ class RemoteEngine:
         }
 
     def _count(self, **by: int) -> None:
-        """Add to counts of the statistics, by their names."""
+        """Add the given numbers to the counters of the statistics: ``running=-1`` means one request fewer."""
         changed: dict[str, Any] = {
             name: msgspec.structs.asdict(self._stats)[name] + change for name, change in by.items()
         }
@@ -223,7 +235,8 @@ class RemoteEngine:
 
 
 async def _chunks(answer: httpx.Response) -> AsyncIterator[TokenChunk]:
-    """Yield the chunks of the stream, up to the one with a stop reason."""
+    """Yield the chunks of a streamed completion, up to the one with a stop reason. Raises
+    :class:`~headrace.base.errors.SequenceFailed` if the stream ends without one."""
     async for line in answer.aiter_lines():
         chunk = _chunk(line)
         if chunk is None:
@@ -235,7 +248,10 @@ async def _chunks(answer: httpx.Response) -> AsyncIterator[TokenChunk]:
 
 
 def _chunk(line: str) -> TokenChunk | None:
-    """Return the chunk that an event of the stream adds; ``None`` for an event that adds nothing."""
+    """Return the chunk of tokens that one line of a streamed completion adds; ``None`` for a line that adds nothing.
+    Tokens have version 0, and the logprob NaN where the engine sends none. Raises
+    :class:`~headrace.base.errors.SequenceFailed` for a line that reports an error or is not a completion, and
+    :class:`~headrace.base.errors.RequestError` for text without token ids."""
     if not line.startswith("data: ") or line == "data: [DONE]":
         return None
     try:
@@ -271,8 +287,10 @@ def _chunk(line: str) -> TokenChunk | None:
 
 
 def read_scores(answer: Mapping[str, Any], ids: Sequence[int], num: int) -> TopScores:
-    """Return the logprobs of ``ids`` and the ``num`` likeliest entries at each, from the echo of a completion whose
-    tokens are named ``token_id:N``. Raises :class:`~headrace.base.errors.RequestError` if it does not hold them.
+    """Return the logprobs of ``ids`` and the ``num`` likeliest entries at each position, the likeliest first. They are
+    read from ``answer``, a completion that repeats (echoes) its prompt and names each token ``token_id:N``. The first
+    token, which nothing precedes, gets zeros. Raises :class:`~headrace.base.errors.RequestError` if ``answer`` does not
+    contain them.
 
     >>> told = {"tokens": ["token_id:4", "token_id:5"], "token_logprobs": [None, -2.0],
     ...         "top_logprobs": [None, {"token_id:5": -2.0, "token_id:7": -0.5}]}
@@ -312,8 +330,8 @@ _REASONS = {"stop": StopReason.STOP, "length": StopReason.LENGTH}
 
 
 def _refused(status: int, text: str) -> RequestError:
-    """Return the error for a response with an HTTP status that is a failure. :class:`~headrace.base.errors.EngineFull`
-    means that a later attempt may succeed."""
+    """Return the error for a response whose HTTP ``status`` is a failure, with the ``text`` of the response. For 429
+    and 503 it is :class:`~headrace.base.errors.EngineFull`: a later attempt may succeed."""
     problem = f"the engine answered {status}: {text}"
     if status in (429, 503):
         return EngineFull(problem, remedy="ask for less at once")

@@ -1,21 +1,27 @@
-"""JSON schemas that no finite JSON follows, because a part requires another of its own kind.
+"""A search for JSON schemas that no finite JSON can follow, because a part requires another part of its own kind.
 
-A reference has an end if what it refers to has one without it: the references that have one are found step by step,
-beginning with those that need no other.
+A (part of a) schema *has an end* if some finite JSON follows it. A reference (``$ref``) has an end if the part that it
+refers to has one. The references that have an end are found step by step, beginning with those whose part needs no
+other reference; every function here gets the references found so far as ``ended``.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 _NESTED = frozenset({"object", "array"})
+_ANY = frozenset({"any"})
+"""Stands for all types, where a schema names none."""
 MAX_ROUNDS = 100
 """Number of rounds over all references after which the search is given up; each direction of a chain takes one."""
 
 
 def has_end(schema: object) -> bool:
-    """Return whether some finite JSON may follow ``schema``. Keywords that this does not know count as fulfilled.
+    """Return whether some finite JSON may follow ``schema``. Keywords that this search does not know are taken to allow
+    a finite value, and so is a schema whose search is given up.
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_end(node), has_end({**node, "required": ["next"]})
@@ -36,50 +42,97 @@ def has_end(schema: object) -> bool:
 
 
 def _found(schema: object, reference: str, ended: set[str]) -> bool:
-    """Add a reference to those that have an end, if it has one; return whether it has."""
+    """Return whether the part of ``schema`` that ``reference`` points to has an end, given the references ``ended``
+    that are known to have one. If it has, add ``reference`` to ``ended``."""
     if _ends(_target(schema, reference), ended.__contains__):
         ended.add(reference)
     return reference in ended
 
 
-def _ends(schema: object, ended: Callable[[str], bool]) -> bool:
-    """Return whether ``schema`` has an end if exactly the references that are ``ended`` have one."""
+def _ends(schema: object, ended: Callable[[str], bool], kinds: frozenset[str] = _ANY) -> bool:
+    """Return whether ``schema`` has an end, assuming that exactly the references for which ``ended`` returns true have
+    one. ``kinds`` are the types that the schema around it allows; :data:`_ANY`: all. Anything but a dict (``true``, for
+    example) restricts nothing and has an end."""
     if not isinstance(schema, dict):
-        return True
+        return schema is not False
     reference = schema.get("$ref")
     if isinstance(reference, str) and not ended(reference):
         return False
-    if not all(_ends(part, ended) for part in _listed(schema, "allOf")):
+    together = _listed(schema, "allOf")
+    for part in (schema, *together):
+        kinds = _kinds(part) if kinds is _ANY else kinds if _kinds(part) is _ANY else kinds & _kinds(part)
+    if not all(_ends(part, ended, kinds) for part in together):
         return False
     for name in ("anyOf", "oneOf"):
         choices = _listed(schema, name)
-        if choices and not any(_ends(choice, ended) for choice in choices):
+        if choices and not any(_ends(choice, ended, kinds) for choice in choices):
             return False
-    return _values_end(schema, ended)
+    return _values_end(schema, ended, kinds)
 
 
-def _values_end(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
-    """Return whether a value of one of the schema's types has an end."""
-    kind = schema.get("type")
+def _kinds(schema: object) -> frozenset[str]:
+    """Return the types that ``schema`` names itself; :data:`_ANY` if it names none."""
+    kind = schema.get("type") if isinstance(schema, dict) else None
     listed = kind if isinstance(kind, list) else [kind]
-    kinds = {each for each in listed if isinstance(each, str)}
-    if "enum" in schema or "const" in schema or not kinds or kinds - _NESTED:
+    return frozenset(each for each in listed if isinstance(each, str)) or _ANY
+
+
+def _values_end(schema: dict[str, Any], ended: Callable[[str], bool], kinds: frozenset[str]) -> bool:
+    """Return whether at least one of the types ``kinds`` has a finite value under ``schema``: a plain value always has
+    one. ``ended`` is as in :func:`_ends`."""
+    if "enum" in schema or "const" in schema or kinds is _ANY or kinds - _NESTED:
         return True
-    properties = schema.get("properties")
-    named = properties if isinstance(properties, dict) else {}
-    required = [named.get(name) for name in _listed(schema, "required") if isinstance(name, str)]
-    if "object" in kinds and all(_ends(part, ended) for part in required):
-        return True
-    return "array" in kinds and (not schema.get("minItems") or _ends(schema.get("items"), ended))
+    return ("object" in kinds and _object_ends(schema, ended)) or ("array" in kinds and _array_ends(schema, ended))
+
+
+def _object_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
+    """Return whether a finite object follows ``schema``: all its required properties have an end, and so many
+    properties as it must have at least."""
+    required = [name for name in _listed(schema, "required") if isinstance(name, str)]
+    if not all(_ends(part, ended) for name in required for part in _parts_of(schema, name)):
+        return False
+    others = (_table(schema, "patternProperties").values(), [schema.get("additionalProperties")])
+    if any(_ends(part, ended) for parts in others for part in parts):
+        return True  # there are always enough names for these
+    named = _table(schema, "properties")
+    return sum(_ends(part, ended) for part in named.values()) >= _count(schema, "minProperties")
+
+
+def _array_ends(schema: dict[str, Any], ended: Callable[[str], bool]) -> bool:
+    """Return whether a finite array follows ``schema``: as many first items as it must have at least have an end."""
+    first, rest, least = _listed(schema, "prefixItems"), schema.get("items"), _count(schema, "minItems")
+    return all(_ends(part, ended) for part in first[:least]) and (len(first) >= least or _ends(rest, ended))
+
+
+def _parts_of(schema: dict[str, Any], name: str) -> list[object]:
+    """Return the parts of ``schema`` that the value of the property ``name`` must follow."""
+    parts = [part for each, part in _table(schema, "properties").items() if each == name]
+    for pattern, part in _table(schema, "patternProperties").items():
+        with suppress(re.error):  # another dialect: this part is left out
+            parts += [part] if re.search(pattern, name) else []
+    return parts or [schema.get("additionalProperties")]
+
+
+def _table(schema: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return the value of the keyword ``name`` if it is a table; else an empty one."""
+    found = schema.get(name)
+    return found if isinstance(found, dict) else {}
+
+
+def _count(schema: dict[str, Any], name: str) -> int:
+    """Return the value of the keyword ``name`` if it is a whole number; else 0."""
+    found = schema.get(name)
+    return found if isinstance(found, int) else 0
 
 
 def _listed(schema: dict[str, Any], name: str) -> list[Any]:
+    """Return the value of the keyword ``name`` if it is a list; else an empty list."""
     found = schema.get(name)
     return found if isinstance(found, list) else []
 
 
 def _references(schema: object) -> Iterator[str]:
-    """Yield every reference within ``schema``."""
+    """Yield the text of every reference (``$ref``) at any depth of ``schema``, such as ``#/$defs/node``."""
     left = [schema]
     while left:
         part = left.pop()
@@ -93,7 +146,8 @@ def _references(schema: object) -> Iterator[str]:
 
 
 def _target(schema: object, reference: str) -> object:
-    """Return what a reference within ``schema`` refers to; ``None`` for one that leads elsewhere."""
+    """Return the part of ``schema`` that ``reference`` points to, such as ``#/$defs/node``; ``None`` if it points
+    outside ``schema`` or to no part of it."""
     target = schema
     for name in reference.removeprefix("#").split("/")[1:]:
         step = name.replace("~1", "/").replace("~0", "~")

@@ -1,8 +1,10 @@
-"""The structure of an answer: a JSON schema, a regular expression or a choice of texts, which the engine keeps to.
+"""The structure of an answer: a JSON schema, a regular expression or a choice of texts, which the engine makes every
+token fit.
 
-A request's form of it (OpenAI's ``response_format``, vLLM's ``guided_*`` and ``structured_outputs``) becomes one
-description, a text that travels with the request's sampling. :class:`Grammars` turns a description into masks, with
-llguidance, which is imported here alone.
+The forms in which requests give it (OpenAI's ``response_format``, vLLM's ``guided_*`` and ``structured_outputs``)
+become one *description*, a JSON text that travels with the request's sampling parameters. :class:`Grammars` compiles a
+description into a *mask*, which says after each token which ids may come next. It uses llguidance, whose *matcher* is a
+compiled grammar and its position within an answer; no other module imports it.
 """
 
 from __future__ import annotations
@@ -27,24 +29,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MAX_CHARACTERS = 65_536
-"""Length of the longest description."""
+"""Length of the longest description, in characters."""
 _REMEMBERED = 64
 """How many compiled grammars are kept."""
 _REMEDY = "send a JSON schema, a regular expression or a choice that llguidance supports"
 
 
 def json_schema(schema: Mapping[str, Any]) -> str:
-    """Return the description of JSON that follows ``schema``; ``{}`` allows any JSON."""
+    """Return the description of answers that are JSON of the JSON schema ``schema``; ``{}`` allows any JSON."""
     return json.dumps({"json_schema": schema})
 
 
 def regex(pattern: str) -> str:
-    """Return the description of text that matches the whole ``pattern``."""
+    """Return the description of answers that match the regular expression ``pattern`` from beginning to end."""
     return json.dumps({"regex": pattern})
 
 
 def choice(texts: Sequence[str]) -> str:
-    """Return the description of one of ``texts``.
+    """Return the description of answers that are exactly one of ``texts``.
 
     >>> choice(["yes", "no?"])
     '{"regex": "yes|no\\\\\\\\?"}'
@@ -53,15 +55,20 @@ def choice(texts: Sequence[str]) -> str:
 
 
 def lark(grammar: str) -> str:
-    """Return the description of text that follows ``grammar``, in llguidance's form of Lark's language."""
+    """Return the description of answers that follow ``grammar``, written in llguidance's variant of Lark's grammar
+    language."""
     return json.dumps({"lark": grammar})
 
 
 class Grammars:
-    """The maker of masks of one tokenizer (:data:`headrace.engine.native.masks.MaskMaker`). It may be called from any
-    thread. ``vocab_size`` is that of the model; after a complete answer only ``stop_ids`` may come."""
+    """The maker of masks for one tokenizer, which the engine calls for each new answer that has a structure
+    (:data:`headrace.engine.native.masks.MaskMaker`). It may be called from any thread, and keeps the grammars compiled
+    last. ``vocab_size`` is that of the model; after a complete answer only the tokens ``stop_ids``, which end it, are
+    allowed."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, vocab_size: int, stop_ids: Sequence[int]) -> None:
+        """Make a maker of masks for ``tokenizer``, which is converted for llguidance only when the first mask is
+        made."""
         self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, list(stop_ids)
         self._wrapped: LLTokenizer | None = None
         self._wrapping = threading.Lock()
@@ -69,8 +76,9 @@ class Grammars:
         self._lock = threading.Lock()
 
     def __call__(self, description: str) -> GrammarMask:
-        """Return the mask of a new answer. Raises :class:`~headrace.base.errors.RequestError` for a description that
-        llguidance refuses. While one is compiled, which may take seconds, others are not held up."""
+        """Return the mask at the beginning of a new answer with this structure. Raises
+        :class:`~headrace.base.errors.RequestError` for a description that llguidance refuses. Compiling may take
+        seconds; calls for other descriptions do not wait for it."""
         with self._lock:
             found = self._compiled.get(description)
             compiled = self._compiled[description] = found or Future()
@@ -84,7 +92,8 @@ class Grammars:
             return GrammarMask(matcher.deep_copy(), self._vocab_size)
 
     def _fill(self, compiled: Future[LLMatcher], description: str) -> None:
-        """Compile a description for all threads that wait for it. What is refused is not remembered."""
+        """Compile ``description`` and set the result, or the error, in ``compiled``, which all threads wait for that
+        need it. A description that is refused is not kept, so that a later call tries again."""
         try:
             compiled.set_result(self._compile(description))
         except BaseException as error:  # noqa: BLE001 - it is raised in each thread that waits for the result
@@ -94,6 +103,9 @@ class Grammars:
             compiled.set_exception(error)
 
     def _compile(self, description: str) -> LLMatcher:
+        """Return the compiled grammar of ``description``, at the beginning of an answer. Raises
+        :class:`~headrace.base.errors.RequestError` if it is too long, is not supported by llguidance, or allows no
+        answer that this tokenizer can write, and if llguidance is not installed."""
         if len(description) > MAX_CHARACTERS:
             raise RequestError(
                 f"a structure of {len(description)} characters is longer than {MAX_CHARACTERS}", remedy="shorten it"
@@ -126,8 +138,8 @@ class Grammars:
         return matcher
 
     def _wrap(self) -> LLTokenizer:
-        """Return the tokenizer in llguidance's form. Raises :class:`~headrace.base.errors.RequestError` for one that
-        has none."""
+        """Return the tokenizer converted for llguidance; it is converted once. Raises
+        :class:`~headrace.base.errors.RequestError` for a tokenizer that llguidance does not support."""
         with self._wrapping:
             if self._wrapped is None:
                 from llguidance.hf import from_tokenizer
@@ -146,7 +158,8 @@ class Grammars:
 
 
 def refuse_endless(schema: object) -> None:
-    """Raise :class:`~headrace.base.errors.RequestError` for a schema that no finite JSON follows."""
+    """Raise :class:`~headrace.base.errors.RequestError` for a JSON schema that no finite JSON can follow, since an
+    answer with it would never end."""
     try:
         ends = has_end(schema)
     except RecursionError:
@@ -159,18 +172,22 @@ def refuse_endless(schema: object) -> None:
 
 
 class GrammarMask:
-    """The mask of one answer (:class:`headrace.engine.native.masks.TokenMask`)."""
+    """The mask of one answer, which says which tokens may come next and follows the answer token by token
+    (:class:`headrace.engine.native.masks.TokenMask`)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        """Make the mask of one answer from ``matcher``, a copy that belongs to this answer alone. ``vocab_size`` is the
+        number of logits of the model."""
         self._matcher, self._vocab_size = matcher, vocab_size
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which ids may come next; none if the grammar has failed (:mod:`llguidance` bounds its work)."""
+        """Return for each id of the vocabulary whether it may come next; all false if the grammar has failed, because
+        llguidance reached the limit of its work."""
         if self._matcher.is_error():
             return np.zeros(self._vocab_size, bool)
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
         return bits[: self._vocab_size].astype(bool)
 
     def accept(self, token: int) -> None:
-        """Append a token that was allowed."""
+        """Move on by one ``token`` that was sampled; it must have been allowed."""
         self._matcher.consume_token(token)

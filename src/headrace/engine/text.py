@@ -1,4 +1,4 @@
-"""Incremental conversion of token ids to text.
+"""Incremental conversion of token ids to text, for answers that are shown while they are sampled.
 
 A character may be spread over several tokens. Until its last token has arrived it would decode to U+FFFD, so it is held
 back. Text that may be the beginning of a stop string is held back as well.
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 BROKEN = "\ufffd"
+"""The replacement character, to which the bytes of an incomplete character decode."""
 MAX_HELD = 16
 """The most tokens that are held back as parts of one character. Beyond that the text is broken, and is shown as
 such."""
@@ -25,7 +26,8 @@ class Decode(Protocol):
 
 
 class Detokenizer:
-    """A converter that returns the text which new tokens add.
+    """A converter of one answer, which returns the text that new tokens add. A character whose tokens have not all
+    arrived is held back.
 
     >>> table = ["a", "b"]
     >>> detokenizer = Detokenizer(lambda ids: "".join(table[token] for token in ids))
@@ -39,7 +41,8 @@ class Detokenizer:
         self._held: list[int] = []
 
     def push(self, ids: Sequence[int]) -> str:
-        """Append tokens, and return the text that has become certain."""
+        """Append the token ids ``ids``, and return the text that has become certain: it may be empty, or complete a
+        character whose first tokens came earlier."""
         self._held += ids
         for end in range(len(self._held), max(0, len(self._held) - SPLIT - 1), -1):
             text = self._text(end)
@@ -51,11 +54,11 @@ class Detokenizer:
         return self._show(self._text(end), end)
 
     def end(self) -> str:
-        """Return the text held back: an incomplete character, as U+FFFD."""
+        """Return the text that is still held back when the answer ends: an incomplete character, shown as U+FFFD."""
         return self._show(self._text(len(self._held)), len(self._held))
 
     def _text(self, end: int) -> str:
-        """Return the text that the first ``end`` held tokens add."""
+        """Return the text that the first ``end`` of the tokens held back add to the text already returned."""
         before = self._decode(self._context) if self._context else ""
         return self._decode([*self._context, *self._held[:end]])[len(before) :]
 
@@ -69,7 +72,7 @@ class Detokenizer:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A piece of text that may be shown."""
+    """A piece of text that may be shown to the reader of an answer, as :class:`StopFinder` returns it."""
 
     text: str
     stopped: bool
@@ -89,7 +92,8 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str) -> Cut:
-        """Append text, and return the text that may be shown."""
+        """Append ``text``, and return the text that may be shown now: the text before the first stop string, if one is
+        complete, else everything that cannot be the beginning of one."""
         self._held += text
         found = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -101,12 +105,14 @@ class StopFinder:
         return Cut(shown, False)
 
     def last(self, cut: Cut) -> Cut:
-        """Return ``cut`` followed by the text held back, for the end of an answer."""
+        """Return the text of ``cut`` followed by the text held back, which begins no stop string because the answer has
+        ended."""
         text, self._held = cut.text + self._held, ""
         return Cut(text, False)
 
 
 def overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of ``text`` are a beginning of ``stop``."""
+    """Return how many characters at the end of ``text`` are a beginning of the stop string ``stop``, but not all of it;
+    0 if none are."""
     longest = min(len(text), len(stop) - 1)
     return next((length for length in range(longest, 0, -1) if text.endswith(stop[:length])), 0)

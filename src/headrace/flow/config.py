@@ -1,4 +1,8 @@
-"""The settings of the flow (``[flow]`` in a run file)."""
+"""The settings of the flow (``[flow]`` in a run file): which groups of episodes start, and which of them a step trains.
+
+A group holds the attempts at one task. The *bound* or *staleness bound* is the greatest age, in versions of the
+weights, at which a token may be trained; the *lead* is the number of batches that generation may run ahead of training.
+"""
 
 from __future__ import annotations
 
@@ -82,22 +86,24 @@ class FlowConfig(Section):
 
     @property
     def first(self) -> int | None:
-        """Return how many finished episodes complete a group; ``None``: all of them are needed."""
+        """Return how many finished episodes complete a group, as the first filter with such a number says; ``None``:
+        all of its episodes are needed."""
         return next((each.first for each in self.filters if each.first is not None), None)
 
     @property
     def greatest_age(self) -> int:
-        """The greatest age that a token can have in this run when it is trained, in versions."""
+        """Return the greatest age, in versions, at which a token can be trained in this run: ``max_age``, or the limit
+        of its tuning where it is ``"auto"``."""
         return self.age_tuning.limit if self.max_age == "auto" else self.max_age
 
     @property
     def effective_lead(self) -> int:
-        """Return the greatest number of batches that generation may run ahead: ``lead``, or the bound where it is not
-        set."""
+        """Return the greatest number of batches that generation may run ahead of training: ``lead``, or the staleness
+        bound where ``lead`` is not set."""
         return self.greatest_age if self.lead is None else self.lead
 
     def limits(self) -> FlowLimits:
-        """Return the limits that hold when a run begins."""
+        """Return the limits that hold when a run begins; tuning may replace them later."""
         return FlowLimits(
             batch_size=self.groups_per_step,
             max_age=self.age_tuning.start if self.max_age == "auto" else self.max_age,
@@ -109,8 +115,8 @@ class FlowConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete(cls, tree: Any) -> Any:
-        """Turn the names of policy and pacing into their tables, and fill in the settings that policy and group size
-        determine."""
+        """Return the table ``tree`` before its validation, completed: the names of policy and pacing become tables, and
+        settings that the policy or the group size determines are filled in."""
         if not isinstance(tree, dict):
             return tree
         tree = dict(tree)
@@ -145,8 +151,8 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _tuning_acts(self) -> Self:
-        """Refuse settings of tuning that would have no effect, and tuning where a step could not be repeated
-        exactly."""
+        """Refuse settings of tuning that would have no effect, and a tuned bound with a policy that masks single
+        tokens: a step that is repeated after a crash would not mask the same ones."""
         if self.max_age != "auto" and self.age_tuning != AgeTuning():
             raise ConfigError(
                 f"flow.age_tuning has no effect with flow.max_age={self.max_age}",
@@ -168,7 +174,8 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _ledger_can_be_found(self) -> Self:
-        """Refuse the address of a Redis server without a ledger of that kind, and the other way round."""
+        """Refuse an address of a Redis server without a ledger of kind ``redis``, and such a ledger without an address;
+        a URL that contains a password; and a password variable for another kind of ledger."""
         if bool(self.ledger_url) != (self.ledger == "redis"):
             raise ConfigError(
                 f"flow.ledger={self.ledger!r} with flow.ledger_url={self.ledger_url!r}",
@@ -186,7 +193,8 @@ class FlowConfig(Section):
 
     @model_validator(mode="after")
     def _sizes_can_work(self) -> Self:
-        """Refuse sizes under which no step could start or every group would be dropped."""
+        """Refuse sizes under which no step could start, every group would be dropped, or a filter would have no
+        effect."""
         if isinstance(self.capacity, int) and self.capacity < self.groups_per_step:
             raise ConfigError(
                 f"flow.capacity={self.capacity} is smaller than one batch (flow.groups_per_step="

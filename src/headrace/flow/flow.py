@@ -1,7 +1,11 @@
 """The flow: the state machine of the groups, the buffer of scored groups and the ledger, which always agree.
 
-Methods that decide are plain functions: they act at once or return that nothing can be done yet. A loop that cannot go
-on waits for the signal ``changed``.
+A group holds the attempts at one task. It is *admitted* when it may start, *ready* when it may be trained, *taken* when
+a step has it in its batch, and *released* when engines use the weights that it helped to make; from its admission to
+then it holds a *slot*.
+
+Methods that decide are plain functions: they act at once, or return that nothing can be done yet. A loop of the
+controller that cannot go on waits for the signal ``changed``.
 """
 
 from __future__ import annotations
@@ -26,11 +30,12 @@ from headrace.flow.state import FlowState, GroupEntry
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admission:
-    """A group that may start now."""
+    """A group that may start now, as the flow tells it to the loop that samples episodes."""
 
     number: int
+    """The number of the group in the run."""
     row: int
-    """Row of the dataset that the group attempts."""
+    """The index of the dataset row that the group attempts."""
     ended: tuple[EpisodeGraph, ...] = ()
     """Episodes that had ended before a crash and are not sampled again."""
     partial_turns: tuple[TokenChunk, ...] = ()
@@ -39,9 +44,10 @@ class Admission:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakenBatch:
-    """The batch that the next step trains."""
+    """The batch that the next step trains, as the learner's side takes it from the flow."""
 
     step: int
+    """The number of the step."""
     groups: list[ScoredGroup]
     """The groups of the batch, in the order in which they are laid out."""
     oldest_version: int | None
@@ -49,8 +55,9 @@ class TakenBatch:
 
 
 class Flow:
-    """The state of every group, with the operations that change it. ``pick_row`` returns the dataset row that the group
-    of a number attempts, and ``None`` when no rows are left; it is called once for each number, in order."""
+    """The state of every group of a run, with the operations that change it; each change is also recorded in the
+    ledger. The controller owns it: its rollout and scoring loops move groups up to ready, and its learner loop takes
+    and trains them."""
 
     def __init__(
         self,
@@ -61,14 +68,17 @@ class Flow:
         last_step: int,
         pick_row: Callable[[int], int | None],
     ) -> None:
+        """Begin a run without groups. ``writer`` records every change in the ledger. ``last_step`` is the number of
+        steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number attempts, and
+        ``None`` when no rows are left; it is called once for each number, in order."""
         self.config = config
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
         self._policy = config.policy
         self._pacer = (config.pacing if config.policy.paced and not config.policy.recorded else Eager()).pacer()
         self.planned_s: float | None = None
-        """When a group that the pacing holds back may start though nothing changes, on the clock; ``None``: it holds
-        none back."""
+        """When a group that the pacing holds back may start even if nothing changes, on the clock; ``None``: none is
+        held back until a certain time."""
         self._writer = writer
         self._clock = clock
         self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
@@ -84,7 +94,8 @@ class Flow:
     # --- generation's side
 
     def admit(self) -> list[Admission]:
-        """Return the groups that may start now; those that a crash interrupted come first."""
+        """Return the groups that may start now, and record them as admitted; those that a crash interrupted come first.
+        Empty if policy, pacing, capacity or the end of the run or of the rows allow none."""
         needed = self._last_step * self.config.groups_per_step
         room = needed - self.state.counts[GroupState.RELEASED] - self.state.num_held
         count = self._policy.admit(self.state)
@@ -102,7 +113,8 @@ class Flow:
         return [self._admission(number, rows.get(number)) for number in numbers]
 
     def _paced(self, count: int) -> int:
-        """Return how many of ``count`` groups may start now by the pacing, and note when to ask again."""
+        """Return how many of ``count`` groups, which the policy admits, the pacing lets start now, and set
+        ``planned_s`` to the time at which to ask again."""
         state, self.planned_s = self.state, None
         if count <= 0:
             return count
@@ -119,8 +131,8 @@ class Flow:
         return paced
 
     def _pick_rows(self, count: int) -> dict[int, int]:
-        """Choose the dataset rows of up to ``count`` new groups and return the index of each row by the number of its
-        group. There are fewer if the dataset has no rows left to attempt."""
+        """Choose the dataset rows of up to ``count`` new groups. Return the index of each group's row by the number of
+        the group. There are fewer if the dataset has no rows left to attempt."""
         rows: dict[int, int] = {}
         while len(rows) < count and not self._out_of_rows:
             number = self.state.num_submitted + len(rows)
@@ -133,31 +145,34 @@ class Flow:
         return rows
 
     def _admission(self, number: int, fresh_row: int | None) -> Admission:
-        """Return the admission of a group: one with a new row, or one that was in flight when the run was interrupted,
-        with what is recorded of it."""
+        """Return the admission of the group ``number``. ``fresh_row`` is the dataset row of a new group; ``None`` for a
+        group that was in flight when the run was interrupted, which gets the episodes and tokens that are recorded of
+        it."""
         if fresh_row is not None:
             return Admission(number=number, row=fresh_row)
         resumed = self._resumed.pop(number)
         return Admission(number=number, row=resumed.row, ended=resumed.episodes, partial_turns=resumed.partial_turns)
 
     def start(self, number: int) -> None:
-        """Record that the first episode of the group has started."""
+        """Record that the first episode of the admitted group ``number`` has started."""
         self._move([number], GroupState.RUNNING)
 
     def end_episode(self, episode: EpisodeGraph) -> None:
-        """Record an episode that has ended."""
+        """Record an episode that has ended, with its turns."""
         self.running_turns.ended(episode.key)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
-        """Give episodes of a group that stays another status than the one with which they ended."""
+        """Record the new ``status`` of episodes that have ended, such as those that a filter left out or masked, in a
+        group that is not dropped. ``places`` are their positions in group ``number``, and ``reason`` is counted."""
         at_s = self._clock.wall()
         self._writer.write(
             DropEpisodes(number=number, places=tuple(places), status=status, reason=reason, at_s=at_s)
         )  # fmt: skip
 
     def add_scored(self, group: ScoredGroup) -> None:
-        """Put a group whose episodes have all ended and have a baseline into the buffer: it may be trained."""
+        """Put a group into the buffer of ready groups: all of its episodes have ended, and enough of them are scored to
+        have a baseline. Then drop the groups that the policy says to drop."""
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
         assert entry.oldest_version is not None
@@ -168,7 +183,7 @@ class Flow:
         self._drop_all(self._policy.leave(self.state))
 
     def drop(self, number: int, reason: str) -> None:
-        """Drop a group without training it, which frees its slot."""
+        """Drop the group ``number`` without training it, counted under ``reason``. Its slot is free at once."""
         ready = self._buffer.pop(number, None)
         self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
@@ -178,8 +193,8 @@ class Flow:
     # --- the learner's side
 
     def take(self) -> TakenBatch | None:
-        """Return the next batch, or ``None`` if there is none yet. Groups that have become too old are dropped before,
-        if the policy says so."""
+        """Return the batch of the next step and record its groups as taken; ``None`` if there is no batch yet, or no
+        further step. Groups that have become too old are dropped before, if the policy says so."""
         if self.state.next_step >= self._last_step:
             return None
         selection = self._policy.select(self.state)
@@ -196,16 +211,18 @@ class Flow:
         return TakenBatch(step=step, groups=groups, oldest_version=selection.oldest_version)
 
     def ordered(self, step: int) -> None:
-        """Note that the batch of ``step`` is laid out and given to the learner, so that the time for it is known."""
+        """Note that the batch of ``step`` is laid out and has been given to the learner: from now on the learner does
+        not wait for it."""
         self._pacer.ordered(step, self._clock.now())
 
     @property
-    def turns(self) -> SynchronousTime | None:
-        """The time that the last trained step would have taken if generation and training took turns; ``None``: not
-        known."""
-        return self._pacer.turns
+    def synchronous_time(self) -> SynchronousTime | None:
+        """Return the time that the last trained step would have taken if generation and training took turns instead of
+        overlapping; ``None`` if it is not known."""
+        return self._pacer.synchronous_time
 
     def _drop_all(self, leave: Mapping[int, str]) -> None:
+        """Drop the groups whose numbers are the keys of ``leave``, each for the reason that is its value."""
         for number, reason in leave.items():
             self.drop(number, reason)
 
@@ -216,7 +233,9 @@ class Flow:
         ages: dict[int, int],
         learned: TokenResults | None = None,
     ) -> None:
-        """Record that the optimizer has trained on ``groups``. ``ages`` is the number of trained tokens by age."""
+        """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result, ``ages`` the number
+        of trained tokens by age in versions, and ``learned`` the learner's results for each token, ``None`` if they are
+        not kept."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -237,7 +256,8 @@ class Flow:
         self.changed.notify()
 
     def record_commit(self, version: int, checksum: str) -> None:
-        """Record that the engines use ``version``, and free the slots of the groups of every step up to it."""
+        """Record that the engines use ``version``, and release the groups of every step that it contains, which frees
+        their slots. ``checksum`` is one hash of all its tensors."""
         self.state.version = version
         self._pacer.committed(version, self._clock.now())
         made_by = [made for made in self._unreleased if made <= version]
@@ -251,13 +271,14 @@ class Flow:
     # --- both
 
     def set_max_age(self, max_age: int) -> None:
-        """Change the staleness bound from now on; groups that were admitted under a higher bound keep that one."""
+        """Set the staleness bound, in versions, from now on; groups that were admitted under a higher bound keep that
+        one."""
         self.state.set_max_age(max_age)
         self.changed.notify()
 
     def resume_max_age(self, max_age: int | None) -> None:
-        """Continue with the tuned bound of the run before its restart (``None``: with the initial one). Tokens from
-        before the restart may reach the greatest bound that the settings allow."""
+        """Continue after a restart with ``max_age``, the bound that the tuning had reached before; ``None``: with the
+        initial one. Tokens from before the restart may reach the greatest age that the settings allow."""
         kept = [group.oldest_version for group in self.state.groups.values() if group.oldest_version is not None]
         limit = self.config.greatest_age
         if max_age is not None:
@@ -265,7 +286,7 @@ class Flow:
         self.state.extend_bound(max(kept, default=-1) + 1, limit)
 
     def set_capacity(self, capacity: int) -> None:
-        """Set how many groups may be generated or scored at once from now on."""
+        """Set the greatest number of groups that may be generated or scored at once from now on."""
         self.state.limits = replace(self.state.limits, capacity=capacity)
         self.changed.notify()
 
@@ -275,22 +296,26 @@ class Flow:
         return self.state.next_step >= self._last_step
 
     @property
-    def starts_groups(self) -> bool:
-        """Return whether the run may still admit groups."""
+    def may_admit(self) -> bool:
+        """Return whether the run may still admit groups: some of its steps have not taken a batch yet, or it replays
+        another run, whose record alone decides which groups are admitted."""
         return not self.finished or self._policy.recorded
 
     @property
     def used_up(self) -> bool:
-        """Return whether no rows are left and the groups in flight cannot fill another batch."""
+        """Return whether the dataset has no rows left and every group that holds a slot is ready: if these do not make
+        a batch now, no further batch will come."""
         waiting = self.state.counts[GroupState.SUBMITTED]
         return self._out_of_rows and not waiting and self.state.num_held == self.state.counts[GroupState.READY]
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until all operations are recorded; if ``durable``, until the record would survive a power failure."""
+        """Wait until the ledger has recorded all changes so far; if ``durable``, until the record would survive a power
+        failure."""
         await self._writer.flush(durable=durable)
 
     def restore(self, step: int, resumed: ResumeState) -> None:
-        """Continue from a checkpoint at ``step`` with the groups of the ledger."""
+        """Continue from a checkpoint at ``step`` with ``resumed``, the groups that the ledger knows. It is called once,
+        before any group is admitted."""
         self.state.version = self.state.next_step = step
         self.state.num_submitted = resumed.num_submitted
         self.state.counts[GroupState.RELEASED] = resumed.num_released
@@ -320,7 +345,9 @@ class Flow:
         step: int | None = None,
         reason: str = "",
     ) -> None:
-        """Move groups to ``state`` and record it in the ledger."""
+        """Move the groups ``numbers`` to ``state``, record that in the ledger, and wake waiting loops. ``versions`` are
+        the oldest and the newest version of their tokens, where the state is ADMITTED or READY; ``step`` is the step
+        that takes them, for TAKEN; ``reason`` is why they leave, for DROPPED."""
         if not numbers:
             return
         for number in numbers:
@@ -339,10 +366,11 @@ class Flow:
 
 
 class Signal:
-    """A signal that wakes every waiting task at each :meth:`notify`. A task must check the state first and then
-    wait."""
+    """A signal between loops: :meth:`notify` wakes every task that waits at that moment. It keeps no memory, so a task
+    must check the state first and then wait."""
 
     def __init__(self) -> None:
+        """Begin without waiting tasks."""
         self._event = asyncio.Event()
 
     def notify(self) -> None:

@@ -1,14 +1,16 @@
-"""How long a learner that wants a batch would have to wait for it, by the durations that were seen.
+"""How long a learner that wants a batch would have to wait for it, estimated from the durations of earlier groups.
 
-Groups run at once, each for a time of its own, and a batch is complete when enough of them are ready:
+A group is *late* at a time if it is not ready then. Groups run at once, each for a time of its own, and a batch is
+complete when enough of them are ready:
 
     cohort of groups that started together    ▒▒▒▒▒▒▒▒▒│▒▒▒▒▒▒ ?           each is late with S(elapsed + x) / S(elapsed)
     groups that would be started at a delay            │   ▒▒▒▒▒▒▒ ?       each is late with S(x − delay)
                                                       now        want      x after now
 
-S is the share of durations that were longer. The number of late groups is the sum of independent choices
-(Poisson-binomial; of many groups, an approximation of it); the batch is late if more of them are late than there are to
-spare, or one that is due is. The expected wait is the area under that chance where the learner wants the batch already.
+S(t) is the share of earlier durations that were longer than t. The number of late groups is a sum of independent
+choices (Poisson-binomial; of many groups, an approximation of it). The batch is late if more groups are late than there
+are to spare, or one that is due is. The expected wait is the area under that chance where the learner wants the batch
+already.
 
 Shape legend: C cohorts, P times.
 """
@@ -28,15 +30,15 @@ Seconds = npt.NDArray[np.float64]
 POINTS = 25
 """Number of times at which the chance of a late batch is computed."""
 EXACT = 24
-"""Greatest number of groups whose chances are combined one by one. This is asked within the controller's event loop,
-which has no milliseconds to spare."""
+"""Greatest number of groups whose chances are combined one by one; above it the approximation is used. The controller's
+event loop calls this module, and must not be blocked for milliseconds."""
 
 
 class Cohort(NamedTuple):
-    """Groups that started together, or that would be started together."""
+    """Groups that started together and still run, or that would be started together."""
 
     age_s: float
-    """Seconds since they started; negative if they would be started later."""
+    """Seconds since they started; negative if they would be started that much later."""
     size: int
     """Number of groups."""
     due: bool = False
@@ -44,11 +46,12 @@ class Cohort(NamedTuple):
 
 
 def expected_wait_s(want_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort], needed: int) -> float:
-    """Return the expected wait for a batch of which ``needed`` groups are not ready.
+    """Return the expected wait of the learner, in seconds, for a batch that needs ``needed`` more groups to become
+    ready; ``cohorts`` are the groups that may.
 
-    ``want_s`` are the times from now at which the learner may want it, and ``took_s`` the durations that groups had,
-    infinite for those that were dropped; both ascend. Beyond the longest duration no wait is counted. The wait is
-    infinite if there are too few groups.
+    ``want_s`` are the times, in seconds from now, at which the learner may want the batch, each equally likely.
+    ``took_s`` are the durations of earlier groups in seconds, infinite for those that were dropped. Both ascend. Beyond
+    the longest duration no wait is counted. The wait is infinite if there are too few groups, and 0 if none is needed.
 
     >>> took_s = np.array([1.0, 1.0, 2.0, 2.0])
     >>> round(expected_wait_s(np.array([1.0]), took_s, [Cohort(0.0, 1)], 1), 2)
@@ -74,7 +77,9 @@ def expected_wait_s(want_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort],
 
 
 def _chance_of_late(after_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort], spare: int) -> Seconds:
-    """Return for each of the times the chance that more than ``spare`` groups, or one that is due, are not ready."""
+    """Return, for each of the times ``after_s`` (seconds from now), the chance that the batch is not complete: that
+    more than ``spare`` groups, or one that is due, are not ready. ``took_s`` are the ascending durations of earlier
+    groups."""
     size_C = np.array([cohort.size for cohort in cohorts])
     due_C = np.array([cohort.due for cohort in cohorts]) | (not spare)
     late_CP = _late(after_s, took_s, np.array([cohort.age_s for cohort in cohorts]))
@@ -86,7 +91,9 @@ def _chance_of_late(after_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort]
 
 
 def _counted(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -> Seconds:
-    """Return the chance that at most ``spare`` groups are late, group by group."""
+    """Return, for each of P times, the exact chance that at most ``spare`` groups are late, adding group by group.
+    ``late_CP`` is the chance of each group of a cohort to be late, and ``size_C`` the number of groups in each
+    cohort."""
     chances = np.zeros((spare + 1, late_CP.shape[1]))  # row k: exactly k groups are late
     chances[0] = 1.0
     for late_P in np.repeat(late_CP, size_C, axis=0):
@@ -98,8 +105,10 @@ def _counted(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -> Sec
 
 
 def _approximated(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -> Seconds:
-    """Return about the chance that at most ``spare`` groups are late, in a time that does not grow with their number:
-    the normal distribution with a correction for skewness and for counts being whole (Volkova 1996, equation 12)."""
+    """Return, for each of P times, approximately the chance that at most ``spare`` groups are late, in a time that does
+    not grow with their number. ``late_CP`` is the chance of each group of a cohort to be late, and ``size_C`` the
+    number of groups in each cohort. The approximation is the normal distribution with a correction for skewness and for
+    counts being whole (Volkova 1996, equation 12)."""
     each_CP = late_CP * (1.0 - late_CP)
     deviation_P = np.sqrt(np.maximum(size_C @ each_CP, 1e-12))
     skewness_P = size_C @ (each_CP * (1.0 - 2.0 * late_CP)) / deviation_P**3
@@ -111,8 +120,9 @@ def _approximated(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) -
 
 
 def _late(after_s: Seconds, took_s: Seconds, age_C: Seconds) -> Seconds:
-    """Return the chance that a group of each cohort is not ready at each of the times. One that has taken longer than
-    all others did is late at any time: nothing is known of it."""
+    """Return the chance that a group of each cohort is not ready at each of the times ``after_s`` (seconds from now),
+    given that it is not ready now. ``age_C`` is how long each cohort has run, in seconds. A group that has run longer
+    than all earlier durations ``took_s`` counts as late at any time, since nothing is known of it."""
     end_CP = age_C[:, None] + after_s
     longer_CP = len(took_s) - np.searchsorted(took_s, end_CP, side="right")
     still_C = len(took_s) - np.searchsorted(took_s, np.maximum(age_C, 0.0), side="right")

@@ -59,8 +59,8 @@ STEPS = 8
 MOST_DURATIONS = 512
 """Greatest number of durations of groups that are remembered."""
 ALLOWED = 0.25
-"""Part of ``learner_waits`` that the learner may be expected to wait for one batch. The rest is for what history does
-not contain."""
+"""Part of ``learner_waits`` that the learner may be expected to wait for one batch. The rest is reserved for delays
+that history does not contain."""
 LATER = 1 / 12
 """Share of a step, or of a group's duration where that is more, by which a group is held back at a time."""
 WORTH = 1 / 8
@@ -72,38 +72,43 @@ EAGER_DEBT = 1.0
 MOST_DEBT = 1.5
 """Greatest debt, in steps; what is beyond it is forgotten."""
 MOMENT_S = 1e-6
-"""Time after a commit at which its version is surely the committed one."""
+"""Seconds after a commit at which its version is surely the committed one."""
 SPARE = 1 / 8
 """Share of a batch that may start in addition, to take the places of groups that take long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SynchronousTime:
-    """How long a step would have taken if generation and training took turns."""
+    """How long a step would have taken if generation and training took turns instead of overlapping: two bounds, in
+    seconds."""
 
     most_s: float
     """Seconds for its batch, if all of its groups started at once and each took as long as it did, for its training,
     and for the commit of the weights before. Where groups share a busy engine, each of them counts as long as it took
     beside the others."""
     least_s: float
-    """The same if a batch that shares the engine with those before it needs only the time after their end."""
+    """The same time, but as if its batch had needed the engine only after the earlier batches had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReadyGroup:
-    """A finished group that no batch has taken yet; times in seconds."""
+    """A finished group that no batch has taken yet: when it started and when it was ready, in seconds on the flow's
+    clock."""
 
     started_s: float
+    """When the group started."""
     ready_s: float
+    """When the group was ready."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _OpenStep:
-    """What is known of a step that has its batch and is not trained."""
+    """A step that has its batch and is not trained yet."""
 
     ordered_s: float
-    """When the batch was given to the learner, or when it was complete, until that is known."""
+    """When the batch was given to the learner; until that is known, when the batch was complete."""
     taken_s: float
+    """When the batch was complete."""
     batch_s: tuple[float, float] | None
     """Seconds that its batch would have taken by itself, at least and at most; ``None``: some of its groups started
     before this process did."""
@@ -111,33 +116,37 @@ class _OpenStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGroups:
-    """The groups in no batch when a pacing is asked."""
+    """The groups that are in no batch, as the flow describes them to a pacer when it asks how many may start."""
 
     step: int
     """The first step that has no batch."""
     batch_size: int
+    """Number of groups in a batch."""
     num_started: int
     """Number of groups that run or are ready; those that start next come after them."""
     num_ready: int
+    """Number of groups that are ready for a batch."""
     version: int
     """The committed version."""
     deadline: Callable[[int], int]
-    """Returns the last step that may train tokens of a version."""
+    """A function that returns the last step that may train tokens of a given version."""
     in_order: bool
     """Whether groups are trained in the order in which they start."""
 
 
 class Pacer:
-    """The memory of a pacing, and its decision which groups may start. This one starts every group at once.
+    """The memory of a pacing during a run, and its decision which groups may start. This class starts every group at
+    once; it is the base class of pacers that hold groups back.
 
-    It also measures how long each step would have taken if generation and training took turns.
-
-    The flow reports what happens; times are seconds on its clock.
+    It also measures how long each step would have taken if generation and training took turns. The flow owns it and
+    reports what happens; times are seconds on the flow's clock.
     """
 
     def __init__(self) -> None:
-        self.turns: SynchronousTime | None = None
-        """The time that the last trained step would have taken in a synchronous run; ``None``: not known."""
+        """Begin without any history."""
+        self.synchronous_time: SynchronousTime | None = None
+        """The time that the last trained step would have taken if generation and training took turns; ``None`` if it is
+        not known."""
         self._open: dict[int, _OpenStep] = {}
         self._next_step: int | None = None
         """The step that the learner trains next, or now; ``None`` before the first."""
@@ -154,16 +163,17 @@ class Pacer:
         """When the last group of all batches was ready."""
 
     def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
-        """Return how many of ``count`` groups that the policy admits may start now, and when to ask again about the
-        others; ``None`` if there are none, or if only a change can let them start."""
+        """Return how many of ``count`` groups, which the policy admits, may start now, and the time at which to ask
+        again about the others: ``None`` if there are no others, or if only a change can let them start. ``groups``
+        describes the groups that are in no batch."""
         return count, None
 
     def admitted(self, number: int, version: int, now_s: float) -> None:
-        """Note that the group ``number`` starts, with ``version`` committed."""
+        """Note that the group ``number`` starts now, under the committed ``version``."""
         self._started[number] = now_s, version
 
     def left(self, number: int, now_s: float, *, ready: bool) -> None:
-        """Note that a group that was started is ready, or was dropped."""
+        """Note that the group ``number`` has ended: it is ready or, if not ``ready``, it was dropped."""
         self._ready.pop(number, None)
         started = self._started.pop(number, None)
         if started is None:
@@ -174,7 +184,7 @@ class Pacer:
             self._dropped_s[number] = now_s - started[0]
 
     def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
-        """Note that ``step`` has its batch, of the groups ``numbers``."""
+        """Note that ``step`` has its batch, made of the groups ``numbers``."""
         if self._next_step is None:
             self._next_step, self._free_s = step, now_s
         batch = {number: self._ready.pop(number) for number in numbers if number in self._ready}
@@ -183,7 +193,9 @@ class Pacer:
         self._all_ready_s = max([self._all_ready_s, *(group.ready_s for group in batch.values())])
 
     def _by_itself_s(self, batch: Mapping[int, _ReadyGroup]) -> tuple[float, float]:
-        """Return how long a batch would have taken whose groups started at once, at least and at most."""
+        """Return two bounds, in seconds, of how long the groups of ``batch`` would have taken if they had started
+        together without other batches: at least and at most. Groups that were dropped before count too, since others
+        took their places."""
         began_s = min(group.started_s for group in batch.values())
         ready_s = max(group.ready_s for group in batch.values())
         groups = [(number, group.ready_s - group.started_s, True) for number, group in batch.items()]
@@ -193,30 +205,30 @@ class Pacer:
         return min(most_s, max(0.0, ready_s - max(began_s, self._all_ready_s))), most_s
 
     def ordered(self, step: int, now_s: float) -> None:
-        """Note that the batch of ``step`` is laid out and given to the learner."""
+        """Note that the batch of ``step`` is laid out and has been given to the learner."""
         self._open[step].ordered_s = now_s
 
     def trained(self, step: int, now_s: float) -> None:
-        """Note that the learner has trained ``step``."""
+        """Note that the learner has trained ``step``, and compute ``turns`` for it."""
         trained = self._open.pop(step)
-        self.turns = None
+        self.synchronous_time = None
         if trained.batch_s is not None:
             step_s = now_s - max(self._free_s, trained.ordered_s)
             rest_s = trained.ordered_s - trained.taken_s + step_s + self._commit_lag_s
             least_s, most_s = trained.batch_s
-            self.turns = SynchronousTime(least_s=least_s + rest_s, most_s=most_s + rest_s)
+            self.synchronous_time = SynchronousTime(least_s=least_s + rest_s, most_s=most_s + rest_s)
         self._next_step, self._free_s = step + 1, now_s
 
     def committed(self, version: int, now_s: float) -> None:
-        """Note that the engines use ``version``."""
+        """Note that the engines now use ``version``."""
         if version == self._next_step:
             self._commit_lag_s = now_s - self._free_s
 
 
 def _together_s(groups: Sequence[tuple[float, bool]]) -> float:
-    """Return when the last group of a batch is ready whose groups start at once, and in which each group that is
-    dropped makes room for another. ``groups`` are their durations, and whether they are kept, in the order in which
-    they start; the last one is kept.
+    """Return after how many seconds the last group of a batch is ready if its groups start at once, and each group that
+    is dropped makes room for another. ``groups`` are their durations in seconds, and whether they are kept, in the
+    order in which they start; the last one is kept.
 
     >>> _together_s([(1.0, True), (3.0, False), (2.0, True)])
     5.0
@@ -233,32 +245,35 @@ def _together_s(groups: Sequence[tuple[float, bool]]) -> float:
 
 
 class PacingSection(Section):
-    """The base class of the settings of a pacing."""
+    """The base class of the settings of a pacing, ``flow.pacing`` in a run file."""
 
     def pacer(self) -> Pacer:
-        """Return the memory of a run that begins."""
+        """Return a new pacer with these settings, for one run."""
         raise NotImplementedError
 
 
 class Eager(PacingSection):
-    """Starts every group as soon as the staleness policy allows it."""
+    """The pacing that starts every group as soon as the staleness policy allows it."""
 
     kind: Literal["eager"] = "eager"
 
     def pacer(self) -> Pacer:
+        """Return a new pacer that holds no group back."""
         return Pacer()
 
 
 class JustInTime(PacingSection):
-    """Starts a group as late as the learner can bear."""
+    """The pacing that starts a group as late as possible without making the learner wait for long, so that its tokens
+    are sampled by newer weights."""
 
     kind: Literal["just_in_time"] = "just_in_time"
     learner_waits: float = Field(default=0.02, gt=0, lt=1)
-    """Share of the time for which the learner may wait for batches that are begun late."""
+    """Share of the time for which the learner may wait for batches that start late."""
     window: int = Field(default=24, ge=4)
-    """Number of the last batches by which the next one is judged."""
+    """Number of the latest steps whose durations predict when the learner wants its next batches."""
 
     def pacer(self) -> Pacer:
+        """Return a new pacer that holds groups back with these settings."""
         return JustInTimePacer(learner_waits=self.learner_waits, window=self.window)
 
 
@@ -269,26 +284,32 @@ PacingConfig = Annotated[AnyPacing, PACINGS]
 
 
 class JustInTimePacer(Pacer):
-    """A pacer that holds back groups of later steps until one of the batches needs them."""
+    """A pacer that holds back groups of later steps until the learner would otherwise have to wait for a batch. It
+    predicts this from the durations of earlier groups and steps."""
 
     def __init__(self, *, learner_waits: float, window: int) -> None:
+        """Let the learner wait for the share ``learner_waits`` of its time, and remember the durations of the last
+        ``window`` steps."""
         super().__init__()
         self.learner_waits = learner_waits
         self._steps_s: deque[float] = deque(maxlen=window)
+        """Durations of the last steps of the learner, in seconds."""
         self._took_s: deque[float] = deque(maxlen=MOST_DURATIONS)
         """Durations of the last groups from their start to being ready; infinite for those that were dropped."""
         self._sorted_took_s: Seconds = np.zeros(0)
         self._sorted_steps_s: Seconds = np.zeros(0)
         self._later_s = 0.0
-        """For how long a group is held back at a time."""
+        """For how many seconds a group is held back at a time."""
         self._debt_s = 0.0
-        """What the learner has waited beyond its share."""
+        """The seconds that the learner has waited beyond its share; the expected wait is kept lower until they are made
+        up for."""
         self._asked_again_s: float | None = None
-        """When the answer may change though nothing does; ``None``: it may have changed already."""
+        """When the last answer of :meth:`num_now` may change even if nothing happens; ``None``: it may have changed
+        already."""
 
     def left(self, number: int, now_s: float, *, ready: bool) -> None:
-        """Note that a group has left the running ones, and how long it took; a group that was dropped counts as one
-        that never became ready."""
+        """Note that the group ``number`` has ended, and how long it took. One that was dropped, so that ``ready`` is
+        false, counts as a group that never becomes ready."""
         started = self._started.get(number)
         super().left(number, now_s, ready=ready)
         if started is not None:
@@ -297,12 +318,14 @@ class JustInTimePacer(Pacer):
             self._asked_again_s = None
 
     def taken(self, step: int, numbers: Sequence[int], now_s: float) -> None:
+        """Note that ``step`` has its batch, made of the groups ``numbers``; the next call of :meth:`num_now` decides
+        anew."""
         super().taken(step, numbers, now_s)
         self._asked_again_s = None
 
     def trained(self, step: int, now_s: float) -> None:
-        """Note that a step has been trained: update the times of steps and groups, and how much time the learner has
-        waited more than it should."""
+        """Note that ``step`` has been trained: update the durations of steps and groups, and the time that the learner
+        has waited beyond its share."""
         ordered_s = self._open[step].ordered_s
         over_s = max(0.0, ordered_s - self._free_s) - self.learner_waits * self.step_s
         self._steps_s.append(now_s - max(self._free_s, ordered_s))
@@ -315,17 +338,20 @@ class JustInTimePacer(Pacer):
         self._asked_again_s = None
 
     def committed(self, version: int, now_s: float) -> None:
+        """Note that the engines now use ``version``; the next call of :meth:`num_now` decides anew."""
         super().committed(version, now_s)
         self._asked_again_s = None
 
     @property
     def step_s(self) -> float:
-        """The expected duration of a step."""
+        """Return the expected duration of a step of the learner, in seconds: the median of the last ones, or the
+        shortest while there are few; 0 before the first."""
         last_s = list(islice(reversed(self._steps_s), STEPS))
         return min(last_s, default=0.0) if len(last_s) < SURE else statistics.median(last_s)
 
     def want_s(self, step: int, now_s: float) -> float:
-        """Return when the learner will have trained all steps before ``step``, by what is known now."""
+        """Return when the learner will have trained all steps before ``step``, in seconds on the flow's clock, as
+        predicted now."""
         current = step if self._next_step is None else self._next_step
         ordered_s = self._open[current].ordered_s if current in self._open else None
         if ordered_s is None:
@@ -335,16 +361,19 @@ class JustInTimePacer(Pacer):
 
     @property
     def experienced(self) -> bool:
-        """Whether enough was seen to predict anything."""
+        """Return whether enough steps and groups have been measured to predict anything."""
         return min(len(self._steps_s), len(self._sorted_took_s)) >= EVIDENCE
 
     @property
     def _holds_back(self) -> bool:
+        """Return whether groups may be held back at all: there is enough history, and the learner has not waited for
+        much longer than its share."""
         return self.experienced and self._debt_s < EAGER_DEBT * self.step_s
 
     def num_now(self, count: int, groups: OpenGroups, now_s: float) -> tuple[int, float | None]:
-        """Return how many of ``count`` groups to start now, and the time at which to ask again (``None``: only after an
-        event)."""
+        """Return how many of ``count`` groups, which the policy admits, to start now, and the time at which to ask
+        again about the others (``None``: only after an event). Groups for steps up to the committed version + 1 always
+        start."""
         next_ones = (groups.version + 2 - groups.step) * groups.batch_size - groups.num_started
         num = min(count, max(0, next_ones)) if self._holds_back else count
         if num == count:
@@ -356,8 +385,9 @@ class JustInTimePacer(Pacer):
         return num, self._asked_again_s if num < count else None
 
     def _enough(self, least: int, most: int, groups: OpenGroups, now_s: float) -> int:
-        """Return the smallest number of groups, from ``least`` to ``most``, with which no batch needs one more. Each
-        makes the next one less needed, so that strides and bisection find it with few questions."""
+        """Return the smallest number of groups to start now, from ``least`` to ``most``, with which no batch needs one
+        more. Each group that starts makes the next one less needed, so that doubling strides and then bisection find it
+        with few questions."""
         enough, stride = least, 1
         while enough < most and self._needs_one_more(enough, groups, now_s):
             least, enough, stride = enough + 1, min(most, enough + stride), 2 * stride
@@ -370,7 +400,8 @@ class JustInTimePacer(Pacer):
         return enough
 
     def _needs_one_more(self, num: int, groups: OpenGroups, now_s: float) -> bool:
-        """Return whether a batch would come too late if only ``num`` groups start now, and one more would help."""
+        """Return whether, if only ``num`` groups start now, the learner would wait for some batch longer than is
+        allowed, and one more group would shorten the wait."""
         share_s = ALLOWED * self.learner_waits * self.step_s
         allowed_s = share_s * max(0.0, 1 - self._debt_s / (DEBT * self.step_s))
         for index in range((groups.num_started + num) // groups.batch_size + 1):
@@ -384,8 +415,8 @@ class JustInTimePacer(Pacer):
                 return True
         return False
 
-    def _batch(self, index: int, num: int, groups: OpenGroups, now_s: float) -> _Awaited:
-        """Return what is known of the batch that comes ``index`` batches after the next one, if ``num`` groups start
+    def _batch(self, index: int, num: int, groups: OpenGroups, now_s: float) -> _AwaitedBatch:
+        """Return the description of the batch that is ``index`` batches after the next one, if ``num`` groups start
         now."""
         step, size = groups.step + index, groups.batch_size
         needed = (index + 1) * size - groups.num_ready
@@ -397,7 +428,7 @@ class JustInTimePacer(Pacer):
             cohorts.append(Cohort(0.0, num, groups.deadline(groups.version) <= step))
         pass_rate = max(SPARE, np.count_nonzero(np.isfinite(self._sorted_took_s)) / len(self._sorted_took_s))
         lacking = max(0, math.ceil(needed / pass_rate - len(self._started) - num))
-        return _Awaited(
+        return _AwaitedBatch(
             needed=needed,
             lacking=lacking,
             spare=0 if groups.in_order else max(1, round(SPARE * size)),
@@ -409,7 +440,8 @@ class JustInTimePacer(Pacer):
         )
 
     def _wants_s(self, step: int, now_s: float) -> Seconds:
-        """Return the times from now at which the learner may want the batch of ``step``, in ascending order."""
+        """Return the seconds from now after which the learner may want the batch of ``step``, in ascending order: one
+        estimate for each of the last steps' durations."""
         current = step if self._next_step is None else self._next_step
         if step <= current:
             return np.zeros(1)
@@ -421,7 +453,8 @@ class JustInTimePacer(Pacer):
         return left_s + (step - current - 1) * self.step_s
 
     def _commit_s(self, version: int, now_s: float) -> float:
-        """Return when the version after ``version`` will be committed, by what is known now."""
+        """Return when the version after ``version`` will be committed, in seconds on the flow's clock, as predicted
+        now; infinite before the first step."""
         if self._next_step is None:
             return math.inf
         trained_s = self._free_s if self._next_step > version else self.want_s(self._next_step + 1, now_s)
@@ -429,30 +462,37 @@ class JustInTimePacer(Pacer):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Awaited:
-    """A batch that is not complete, and what is known of the groups that may make it."""
+class _AwaitedBatch:
+    """A batch that is not complete, and the groups that may complete it; made to compute how long the learner would
+    wait for it."""
 
     needed: int
+    """Number of groups that have to become ready for it."""
     lacking: int
-    """Number of groups that have to start for it, so that as many as it needs are ready by the usual share of them."""
+    """Number of further groups that have to start for it, given the usual share of groups that are not dropped."""
     spare: int
-    """Number of groups that may start beyond these."""
+    """Number of groups that may start in addition, to take the places of slow ones."""
     cohorts: list[Cohort]
+    """The groups that have started, or start now, by the time they have run."""
     want_s: Seconds
+    """The seconds from now after which the learner may want the batch, ascending."""
     took_s: Seconds
+    """The durations of earlier groups in seconds, ascending; infinite for those that were dropped."""
     commit_s: float
     """Seconds until the next version is committed."""
     due: tuple[bool, bool]
-    """Whether the batch has to wait for each group that starts before that, and after it."""
+    """Whether the batch has to wait for each group that starts before that commit, and for each that starts after it:
+    its bound would not let a later step train it."""
 
     @property
     def fresh(self) -> int:
-        """The number of groups that may start for it."""
+        """Return the number of groups that may still start for the batch."""
         return self.lacking + self.spare
 
     def wait_s(self, fresh: int, delay_s: float) -> float:
-        """Return the expected wait of the learner if ``fresh`` groups start after ``delay_s``. Groups that are due take
-        no other's place, so that no spare ones would start."""
+        """Return the expected wait of the learner for the batch, in seconds, if ``fresh`` more groups start after
+        ``delay_s`` seconds. A group that is due cannot take another one's place, so that no spare ones would start
+        then."""
         before, after = self.due
         due = after if delay_s > self.commit_s else before
         num = min(fresh, self.lacking) if due else fresh
@@ -461,7 +501,8 @@ class _Awaited:
 
 
 def _first(cohorts: list[Cohort], count: int) -> list[Cohort]:
-    """Return the first ``count`` groups of ``cohorts``, each of which the batch has to wait for."""
+    """Return the cohorts of the first ``count`` groups in ``cohorts``, all marked as due: groups are trained in order,
+    and the batch has to wait for each of them."""
     first: list[Cohort] = []
     for cohort in cohorts:
         first.append(Cohort(cohort.age_s, min(cohort.size, count), due=True))

@@ -1,6 +1,8 @@
-"""Pivots: positions in failed answers from which branches are sampled, and how they are chosen.
+"""Pivots: positions in failed answers from which branches are sampled, and how they are chosen. A branch is a new
+continuation of the answer from the pivot on. Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169: dense resampling from
+deep, recoverable states of failed trajectories.
 
-Source: Guo et al. (DEEP-GRPO), arXiv 2602.14169: dense resampling from deep, recoverable states of failed trajectories.
+The *depth* of a pivot is the fraction of the episode's sampled tokens that come before it.
 
 Shape legend: C candidates, O outcomes of earlier pivots, T tokens of the answers of one episode, one after the other.
 """
@@ -25,12 +27,12 @@ Floats = npt.NDArray[np.float64]
 WINDOW = 10_000
 """Number of earlier pivots from which the probability of success is estimated; older ones are forgotten."""
 FEWEST_OUTCOMES = 10
-"""With at most this many outcomes, every position is taken to be equally likely to succeed."""
+"""With no more outcomes than this, every position is taken to be equally likely to succeed."""
 
 
 class PivotConfig(Section):
-    """The settings of resampling from within failed episodes. At some of their tokens, several branches continue under
-    one version of the weights, and are compared with each other."""
+    """The settings of resampling from within failed episodes (``flow.pivots``). At some of their tokens, several
+    branches continue under one version of the weights, and are compared with each other."""
 
     threshold: float = 0.0
     """An episode whose reward is at most this value has failed."""
@@ -54,7 +56,7 @@ class PivotConfig(Section):
 
     @model_validator(mode="after")
     def _depth_counts(self) -> Self:
-        """Refuse a bias by depth where pivots are not chosen by utility."""
+        """Refuse a ``depth_bias`` where pivots are not chosen by utility, since it would have no effect."""
         if self.choose != "utility" and self.depth_bias != type(self).model_fields["depth_bias"].default:
             raise ConfigError(
                 f"flow.pivots.depth_bias={self.depth_bias:g} has no effect with choose={self.choose!r}",
@@ -64,10 +66,10 @@ class PivotConfig(Section):
 
 
 class Pivot(NamedTuple):
-    """A position between two tokens, from which branches are sampled."""
+    """A position between two tokens of a failed episode, from which branches are sampled."""
 
     answer: int
-    """Index of the answer among those of the episode."""
+    """Index of the answer (the sampled turn) among those of the episode."""
     at: int
     """Number of tokens of the answer before the pivot; at least one token follows."""
     depth: float
@@ -79,11 +81,12 @@ class Recoverability:
     the regulariser ½·slope². It uses the latest :data:`WINDOW` pivots."""
 
     def __init__(self) -> None:
+        """Begin without outcomes."""
         self._outcomes: deque[tuple[float, bool]] = deque(maxlen=WINDOW)
         self._fitted: tuple[float, float] | None = None
 
     def learn(self, depth: float, success: bool) -> None:
-        """Add the outcome of a pivot: whether one of its branches succeeded."""
+        """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
         self._outcomes.append((depth, success))
         self._fitted = None
 
@@ -106,8 +109,9 @@ class Recoverability:
 
 
 def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
-    """Return intercept and slope of the regression, computed by Newton's method from 0. The loss is convex, and its
-    Hessian is never singular."""
+    """Return intercept and slope of the logistic regression on ``outcomes_O2``, whose columns are depth and success (0
+    or 1). They are computed by at most ``steps`` steps of Newton's method from 0. The loss is convex, and its Hessian
+    is never singular."""
     inputs_O2 = np.stack([np.ones(len(outcomes_O2)), outcomes_O2[:, 0]], axis=1)
     ridge = np.diag([0.0, 1.0])
     weights = np.zeros(2)
@@ -123,8 +127,8 @@ def _fit(outcomes_O2: Floats, steps: int = 30) -> tuple[float, float]:
 
 
 def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bool]]:
-    """Return the outcome of each pivot of an episode: its depth, and whether a branch earned more than ``threshold``.
-    Pivots without a rewarded branch are left out."""
+    """Return the outcome of each pivot of an episode, in order: its depth, and whether a branch earned a reward above
+    ``threshold``. Pivots without a rewarded branch are left out."""
     own = [turn.branch is None and not turn.untrained for turn in episode.turns]
     lengths = [turn.tokens.num_sampled for turn in episode.turns]
     found: dict[int, tuple[float, bool]] = {}
@@ -141,19 +145,21 @@ def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bo
 
 
 class PivotChooser:
-    """A chooser of pivots that learns from the outcomes of earlier ones."""
+    """A chooser of pivots in failed episodes that learns from the outcomes of earlier pivots. A run has one."""
 
     def __init__(self, config: PivotConfig) -> None:
+        """Choose as the settings ``config`` say, without any outcomes at first."""
         self._config = config
         self._recoverability = Recoverability()
 
     def learn(self, depth: float, success: bool) -> None:
-        """Add the outcome of a pivot: whether one of its branches succeeded."""
+        """Add the outcome of one pivot: its depth, and whether at least one of its branches succeeded."""
         self._recoverability.learn(depth, success)
 
     def choose(self, entropies: Sequence[npt.NDArray[np.floating]], rng: np.random.Generator) -> list[Pivot]:
-        """Return the pivots of an episode, in order; none if no answer is long enough. ``entropies`` has the entropy of
-        each token of each answer, 0 where it was not recorded."""
+        """Return the pivots of one failed episode, in order; none if no answer is long enough. ``entropies`` has one
+        array for each answer: the entropy of each of its tokens, 0 where it was not recorded. ``rng`` draws the pivots,
+        unless they are chosen by entropy."""
         lengths = [len(entropies_T) for entropies_T in entropies]
         starts = np.cumsum([0, *lengths])
         places = self._at_spikes(entropies) if self._config.choose == "entropy" else self._drawn(starts, rng)
@@ -164,8 +170,8 @@ class PivotChooser:
         ]
 
     def _at_spikes(self, entropies: Sequence[npt.NDArray[np.floating]]) -> list[int]:
-        """Return the positions before the tokens with the highest entropies. The first tokens of an answer are
-        excluded, because too little of it would be kept."""
+        """Return the positions before the tokens with the highest entropies, as indices into all tokens of the answers.
+        The first tokens of an answer are excluded, because too little of it would be kept."""
         known_T = np.concatenate([np.zeros(0), *entropies])
         start = 0
         for entropies_T in entropies:
@@ -175,7 +181,9 @@ class PivotChooser:
         return [place for place in found if np.isfinite(known_T[place])]
 
     def _drawn(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
-        """Draw positions among every ``gap``-th token of each answer."""
+        """Draw positions among every ``gap``-th token of each answer, and return them in order, as indices into all
+        tokens of the answers. ``starts`` holds the index at which each answer begins, and the total number of
+        tokens."""
         gap = self._config.gap
         bounds = zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         candidates_C = np.array([place for start, end in bounds for place in range(start + gap, end, gap)], np.int64)

@@ -1,6 +1,10 @@
 """The state of the flow: the state of every group. This module holds data and transitions, without I/O, clock or
 asyncio.
 
+A group holds the attempts at one task, and is trained in one step. The *version* of a token is the integer that names
+the weights that sampled it; its age is measured in versions. A step is *replayed* if it took its groups before a crash,
+and takes the same groups again.
+
 The numbers that policies need are counters that follow every move, so that an event takes as long with a hundred
 thousand groups in flight as with ten: no method iterates over all groups.
 """
@@ -35,27 +39,29 @@ class FlowLimits:
 
     @property
     def run_ahead(self) -> int:
-        """The number of batches that generation may run ahead: ``lead``, or ``max_age`` where it is not set."""
+        """Return the number of batches that generation may run ahead of training: ``lead``, or ``max_age`` where it is
+        not set."""
         return self.max_age if self.lead is None else self.lead
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupEntry:
-    """One group that is neither released nor dropped."""
+    """The record of one group that is neither released nor dropped."""
 
     state: GroupState
+    """The state of the group."""
     oldest_version: int | None = None
     """A lower bound of the versions of its tokens: the committed version when it was admitted, or the oldest version of
     its tokens once it is ready. ``None`` if it has no token and was not admitted."""
     newest_version: int | None = None
-    """The newest version that sampled a token of the group; known once it is ready."""
+    """The newest version that sampled a token of the group; ``None`` until it is ready."""
     step: int | None = None
-    """The step that takes the group. It is known before that only if a step from before a crash is replayed."""
+    """The step that takes the group; ``None`` while no step does. It is known in advance only for a replayed step."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FlowState:
-    """The states of all groups, with counters that follow every move.
+    """The states of all groups, with counters that follow every move. The flow changes it, and policies read it.
 
     >>> flow = FlowState(limits=FlowLimits(batch_size=1, max_age=0))
     >>> number = flow.submit()
@@ -65,6 +71,7 @@ class FlowState:
     """
 
     limits: FlowLimits
+    """The limits that the policy obeys now."""
     version: int = 0
     """The newest version that is committed."""
     next_step: int = 0
@@ -81,9 +88,9 @@ class FlowState:
     open_by_oldest: Counter[int] = field(default_factory=Counter)
     """Number of groups in no batch and no replayed step, by their oldest version."""
     num_open: int = 0
-    """Number of groups in no batch and no replayed step, whether they have tokens or not."""
+    """Number of groups in no batch and no replayed step, whether they have started or not."""
     plan: dict[int, set[int]] = field(default_factory=dict)
-    """Groups that each step took before a crash and takes again."""
+    """Numbers of the groups of each replayed step, by step."""
     counts: Counter[GroupState] = field(default_factory=Counter)
     """Number of groups in each state, final states included."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -103,16 +110,16 @@ class FlowState:
     # --- transitions
 
     def submit(self) -> int:
-        """Create a new group and return its number."""
+        """Create a new group, which waits to be admitted, and return its number."""
         number = self.num_submitted
         self.num_submitted += 1
         self.restore(number, GroupEntry(state=GroupState.SUBMITTED))
         return number
 
     def next_submitted(self, count: int) -> list[int]:
-        """Return the ``count`` submitted groups to admit next, new ones included if there are too few. They come in the
-        order of their numbers; but unless training keeps that order too, groups whose kept tokens are at least as old
-        as new tokens would be come first."""
+        """Return the numbers of the ``count`` groups to admit next; new ones are created if too few wait. They come in
+        the order of their numbers. But groups whose kept tokens are at least as old as new tokens would be come first,
+        unless groups are trained in strict order."""
         while self.num_waiting < count:
             self.submit()
         called: dict[int, None] = {}
@@ -134,8 +141,9 @@ class FlowState:
         reason: str = "",
         versions: tuple[int, int] | None = None,
     ) -> None:
-        """Move a group to the state ``new``. ``versions``, for READY, are the oldest and the newest version that
-        sampled a token of it. Raises ``AssertionError`` if there is no such transition."""
+        """Move the group ``number`` to the state ``new`` and update all counters. ``versions``, for READY, are the
+        oldest and the newest version that sampled a token of it; ``reason`` is counted for DROPPED. Raises
+        ``AssertionError`` if there is no such transition."""
         entry = self.groups[number]
         assert entry.state.may_become(new), f"group {number}: {entry.state} cannot become {new}"
         self._count(number, entry, -1)
@@ -156,7 +164,7 @@ class FlowState:
         self._count(number, entry, 1)
 
     def restore(self, number: int, entry: GroupEntry) -> None:
-        """Add a group from the ledger."""
+        """Add a group as ``entry`` describes it: a new one, or one that the ledger knows from before a crash."""
         self.groups[number] = entry
         self._count(number, entry, 1)
         if entry.state is GroupState.SUBMITTED:
@@ -165,7 +173,8 @@ class FlowState:
             heapq.heappush(self._open_heap, number)
 
     def _count(self, number: int, entry: GroupEntry, by: int) -> None:
-        """Update the counters when a group enters its state (``by`` = 1) or leaves it (``by`` = −1)."""
+        """Update the counters for the group ``number``, which enters its state (``by`` = 1) or leaves it (``by`` =
+        −1)."""
         state, oldest = entry.state, entry.oldest_version
         self.counts[state] += by
         if state is GroupState.READY:
@@ -187,14 +196,15 @@ class FlowState:
             _update_index(self.ready_by_newest, newest, number, by)
 
     def set_max_age(self, max_age: int) -> None:
-        """Set the staleness bound. A higher bound holds for all tokens at once; a lower one only for tokens of later
-        versions, because older tokens were admitted under the earlier bound."""
+        """Set the staleness bound, in versions. A higher bound holds for all tokens at once; a lower one only for
+        tokens of later versions, because older tokens were admitted under the earlier bound."""
         before = self.limits.max_age
         self.limits = replace(self.limits, max_age=max_age)
         self.extend_bound(self.version + 1, before)
 
     def extend_bound(self, until: int, max_age: int) -> None:
-        """Let tokens of versions before ``until`` reach ``max_age``, whatever the bound is by then."""
+        """Let tokens of versions before ``until`` reach the age ``max_age``, even if the bound is lower when they are
+        trained."""
         extended = [(other, age) for other, age in self._earlier_bounds if other > until or age > max_age]
         extended = sorted([*extended, (until, max_age)])
         self._earlier_bounds = [(other, age) for other, age in extended if age > self.limits.max_age]
@@ -203,52 +213,55 @@ class FlowState:
 
     @property
     def num_held(self) -> int:
-        """The number of slots in use."""
+        """Return the number of slots in use: of groups that are admitted and neither released nor dropped."""
         return sum(self.counts[state] for state in GroupState if state.holds_slot)
 
     @property
     def num_running(self) -> int:
-        """The number of groups that are generated or scored."""
+        """Return the number of groups that are being generated or scored."""
         return self.counts[GroupState.ADMITTED] + self.counts[GroupState.RUNNING] + self.counts[GroupState.SCORED]
 
     @property
     def num_waiting(self) -> int:
-        """The number of groups that a crash interrupted and that were not admitted again."""
+        """Return the number of groups that were created and are not admitted; between two events these are the groups
+        that a crash interrupted."""
         return self.counts[GroupState.SUBMITTED]
 
     @property
     def num_waiting_aged(self) -> int:
-        """The number of these waiting groups whose tokens are at least as old as new tokens would be."""
+        """Return the number of groups that a crash interrupted, that are not admitted again, and whose kept tokens are
+        at least as old as new tokens would be."""
         return sum(len(numbers) for oldest, numbers in self._waiting_by_oldest.items() if oldest <= self.version)
 
     @property
     def free_capacity(self) -> int:
-        """Return how many more groups may be generated or scored at once."""
+        """Return how many more groups may be generated or scored at once; a huge number if there is no capacity."""
         capacity = self.limits.capacity
         return sys.maxsize if capacity is None else capacity - self.num_running
 
     @property
     def free_step(self) -> int:
-        """The first step that is not replayed."""
+        """Return the first step that has no batch and is not replayed."""
         return max(self.plan, default=self.next_step - 1) + 1
 
     @property
     def replayed(self) -> tuple[int, ...]:
-        """The groups that the next step took before a crash, in order; empty for a new step."""
+        """Return the numbers of the groups that the next step took before a crash and takes again, in order; empty for
+        a step that is not replayed."""
         return tuple(sorted(self.plan.get(self.next_step, ())))
 
     def allowed_age(self, version: int) -> int:
-        """The greatest age that tokens of ``version`` may reach: the greatest bound that held since they were
-        sampled."""
+        """Return the greatest age at which tokens of ``version`` may be trained: the greatest bound that has held since
+        they were sampled."""
         return next((age for until, age in self._earlier_bounds if version < until), self.limits.max_age)
 
     def deadline(self, version: int) -> int:
-        """The last step that may train tokens of ``version``."""
+        """Return the last step that may train tokens of ``version``."""
         return version + self.allowed_age(version)
 
     def first_open(self, count: int, *, ready: bool = False) -> list[int]:
-        """Return up to ``count`` lowest numbers of groups that are in no batch and no replayed step. With ``ready``,
-        stop at the first group that is not ready."""
+        """Return the lowest numbers of groups that are in no batch and no replayed step, up to ``count`` of them. With
+        ``ready``, stop at the first group that is not ready."""
         first: list[int] = []
         while self._open_heap and len(first) < count:
             number = self._open_heap[0]
@@ -264,7 +277,8 @@ class FlowState:
         return first
 
     def conserved(self) -> bool:
-        """Return whether submitted = released + dropped + in the flow, each counted separately."""
+        """Return whether no group was lost or counted twice: submitted = released + dropped + in the flow, where each
+        is counted separately."""
         left = self.counts[GroupState.RELEASED] + sum(self.dropped.values())
         return self.num_submitted == left + len(self.groups) and self.counts[GroupState.DROPPED] == sum(
             self.dropped.values()
@@ -272,13 +286,15 @@ class FlowState:
 
 
 def _update_counter(counter: Counter[int], version: int, by: int) -> None:
+    """Add ``by`` to the number of groups of ``version``; an entry of 0 is removed."""
     counter[version] += by
     if not counter[version]:
         del counter[version]
 
 
 def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> None:
-    """Add group ``number`` to the set of ``step``, or remove it if ``by`` is negative."""
+    """Add the group ``number`` to the set of the replayed step ``step``, or remove it if ``by`` is negative; an empty
+    set is removed."""
     if by > 0:
         plan.setdefault(step, set()).add(number)
         return
@@ -288,7 +304,8 @@ def _update_plan(plan: dict[int, set[int]], step: int, number: int, by: int) -> 
 
 
 def _update_index(index: dict[int, dict[int, None]], version: int, number: int, by: int) -> None:
-    """Add group ``number`` to the entry of ``version``, or remove it if ``by`` is negative."""
+    """Add the group ``number`` to the groups of ``version``, or remove it if ``by`` is negative; an empty entry is
+    removed. The inner dictionaries are ordered sets."""
     if by > 0:
         index.setdefault(version, {})[number] = None
         return

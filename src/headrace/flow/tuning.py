@@ -5,7 +5,7 @@ increase and multiplicative decrease (Chiu and Jain 1989), as with the window of
 the link, and a preempted sequence is a lost packet.
 
     sequences were preempted, or the cache is full        cut by a quarter, then wait until the cut has taken effect
-    more than half of what runs waits to be admitted      a step down
+    more requests wait than half of those that run        a step down
     the cap is reached, nothing waits, the cache has room a step up; doubled until there was a first sign of pressure
     otherwise                                             no change
 
@@ -39,7 +39,8 @@ CUT = 0.75
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Concurrency:
-    """The state of the tuning of ``flow.capacity``, an immutable record with one transition."""
+    """The state of the tuning of ``flow.capacity``: an immutable record, which :meth:`observe` replaces after new
+    statistics of the engine."""
 
     floor: int
     """Number of groups of one batch, below which the cap never falls."""
@@ -48,11 +49,12 @@ class Concurrency:
     last_stats: EngineStats
     """The engine's statistics at the last call of :meth:`observe`."""
     searching: bool = True
-    """Whether there was no sign of pressure yet, so that the cap is doubled."""
+    """Whether there has been no sign of pressure yet; while it is true, the cap is doubled when it rises."""
 
     def observe(self, stats: EngineStats, *, num_running: int, limit: int) -> tuple[Concurrency, str]:
         """Return the state after new statistics of the engine, and a sentence that says what changed and why, which is
-        empty if the cap stays. ``num_running`` groups are generated or scored now, and the lead allows ``limit``.
+        empty if the cap stays. ``num_running`` groups are generated or scored now; the lead, which is how far
+        generation may run ahead of training, allows at most ``limit`` groups.
 
         >>> cap = Concurrency(floor=4, capacity=16, last_stats=EngineStats())
         >>> cap, why = cap.observe(EngineStats(preempted=3), num_running=16, limit=32)
@@ -70,7 +72,7 @@ class Concurrency:
             cut = int(CUT * now.capacity) if in_effect else now.capacity
             return replace(now, searching=False)._with_capacity(cut, limit, why)
         if stats.waiting > stats.running // 2 and stats.running > 0:
-            why = f"{stats.waiting} requests wait beside {stats.running} that run"
+            why = f"{stats.waiting} requests wait while {stats.running} run"
             return replace(now, searching=False)._with_capacity(
                 now.capacity - step if in_effect else now.capacity, limit, why
             )
@@ -80,8 +82,8 @@ class Concurrency:
         return now._with_capacity(2 * now.capacity if self.searching else now.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
-        """Return this with a capacity within its limits, and a sentence that says what has changed and ``why``; an
-        empty one if nothing has."""
+        """Return the state with ``capacity``, kept between one batch and ``limit``, and a sentence that says what has
+        changed and ``why``; the sentence is empty if nothing has."""
         new = min(limit, max(self.floor, capacity))
         if new == self.capacity:
             return self, ""
@@ -89,7 +91,7 @@ class Concurrency:
 
 
 class AgeTuning(Section):
-    """The settings of a staleness bound that tunes itself."""
+    """The settings of a staleness bound that tunes itself (``flow.max_age = "auto"``)."""
 
     start: int = Field(default=1, ge=1)
     """The bound at the beginning of the run, in versions."""
@@ -116,19 +118,21 @@ class AgeTuning(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgeTuner:
-    """The state of the tuning of ``flow.max_age``, an immutable record with one transition."""
+    """The state of the tuning of ``flow.max_age``: an immutable record, which :meth:`after_step` replaces after each
+    step."""
 
     settings: AgeTuning
+    """The limits and thresholds of the tuning."""
     max_age: int
-    """The bound that holds now, in versions."""
+    """The staleness bound that holds now, in versions."""
     good: int = 0
     """Number of good steps in a row that reached the bound."""
     ignored_steps: int = 0
     """Number of coming steps that are ignored because their tokens were sampled under an earlier bound."""
 
     def after_step(self, metrics: Mapping[str, float | None], oldest_age: int) -> tuple[AgeTuner, str]:
-        """Return the state after a step with ``metrics`` that trained tokens up to ``oldest_age``, and a sentence that
-        says what changed and why, which is empty if the bound stays.
+        """Return the state after a step, and a sentence that says what changed and why; it is empty if the bound stays.
+        ``metrics`` are the step's metrics by name, and ``oldest_age`` is the greatest age of a token that it trained.
 
         >>> tuner = AgeTuner(settings=AgeTuning(), max_age=2)
         >>> tuner, why = tuner.after_step({"ess": 0.5, "stale_k3": 0.001}, oldest_age=2)
@@ -153,8 +157,8 @@ class AgeTuner:
         return tuner._with_bound(1, why)
 
     def _with_bound(self, by: int, why: str) -> tuple[AgeTuner, str]:
-        """Return this with the bound changed ``by`` a number of versions within its limits, and a sentence that says
-        ``why``; an empty one if nothing has changed."""
+        """Return the state with the bound changed by ``by`` versions, kept between 1 and the limit of the settings, and
+        a sentence that says what has changed and ``why``; the sentence is empty if nothing has."""
         new = min(self.settings.limit, max(1, self.max_age + by))
         if new == self.max_age:
             return replace(self, good=0), ""
@@ -163,5 +167,5 @@ class AgeTuner:
 
 
 def _number(metrics: Mapping[str, float | None], *names: str) -> float | None:
-    """Return the first of the metrics that exists."""
+    """Return the value of the first of the metrics ``names`` that has one; ``None`` if none has."""
     return next((value for name in names if (value := metrics.get(name)) is not None), None)

@@ -1,4 +1,4 @@
-"""Starts and supervises the processes of a run, on this machine or on the nodes of a Ray cluster.
+"""The launch package: it starts and supervises the processes of a run, on this machine or on a Ray cluster's nodes.
 
 Every process of a run imports this package when it starts, so this file imports nothing.
 

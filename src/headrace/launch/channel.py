@@ -1,5 +1,6 @@
-"""Messages between the controller and its parts. Each part has two one-way sockets (pyzmq), so that it may send from
-any of its threads while its main thread waits for orders.
+"""Messages between the controller and its *parts*: the processes of a run, such as engines, the learner and workers. A
+message to a part is an *order*, one from a part is a *report*. Each part has two one-way sockets (pyzmq), so that it
+may send from any of its threads while its main thread waits for orders.
 
     on this machine    Sockets in a directory that only this user can enter. The receiver binds, the sender connects: a
                        socket that connects holds its messages until the other end exists.
@@ -48,6 +49,7 @@ SEND_TIMEOUT_S = 2
 TO_SELF = "inproc://orders"
 """The address at which a part receives the orders that it sends to itself."""
 _LIVES = itertools.count()
+"""Numbers for the names of sockets: a part that is started again gets new ones."""
 _BROKEN_EVENTS = (
     zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -56,18 +58,20 @@ _WATCHED_EVENTS = _BROKEN_EVENTS | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_MON
 
 
 class ChannelAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """The addresses of the two sockets of one part."""
+    """The addresses of the two sockets of one part, in the form of zmq (``ipc://…`` or ``tcp://…``). The controller
+    makes them, and the part gets them when it starts."""
 
     orders: str
     """The address of messages to the part, from the controller and from other parts of this machine."""
     reports: str
     """The address of messages from the part to the controller."""
     key: str = ""
-    """The controller's public key, which is a secret of this one part, between machines; empty on one machine."""
+    """The key that the part needs to connect from another machine: the public half of a key pair that the controller
+    made for this part only, and which no other part gets. Empty for a part on this machine."""
 
 
 def local_addresses(directory: Path, part: str) -> ChannelAddresses:
-    """Return the addresses of the sockets of a part on this machine."""
+    """Return the addresses of the sockets of the part named ``part`` on this machine: two files in ``directory``."""
     return ChannelAddresses(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
 
 
@@ -84,7 +88,7 @@ class OrdersEnd(Protocol):
         ...
 
     async def receive(self) -> list[Any]:
-        """Wait for a message of the part; return all that are there."""
+        """Wait until the part has sent a message, and return all messages that have arrived."""
         ...
 
     def close(self) -> None:
@@ -96,11 +100,11 @@ class PartEnd(Protocol):
     """A part's end of a channel, as its host uses it."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether an order is there or comes within ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds for an order, and return whether there is one. It is not received yet."""
         ...
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait up to ``timeout_s`` for an order; return all that are there."""
+        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has."""
         ...
 
     def send(self, message: Any) -> None:
@@ -113,8 +117,9 @@ class PartEnd(Protocol):
 
 
 class PartChannel:
-    """The part's end of its two sockets, with blocking calls for a plain loop. Raises
-    :class:`~headrace.base.errors.RunError` if a controller on another machine cannot be reached."""
+    """The part's end of its two sockets, with blocking calls for a plain loop. ``receives`` is the union of the message
+    types that the part can receive. Raises :class:`~headrace.base.errors.RunError` if a controller on another machine
+    cannot be reached."""
 
     def __init__(
         self, addresses: ChannelAddresses, receives: Any, on_broken: Callable[[], object] | None = None
@@ -147,11 +152,11 @@ class PartChannel:
             raise
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether a message is there or comes within ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds for an order, and return whether there is one. It is not received yet."""
         return bool(self._orders.poll(timeout_s * 1000))
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait up to ``timeout_s`` for a message; return all that are there."""
+        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived; empty if none has."""
         messages: list[Any] = []
         if not self.wait(timeout_s):
             return messages
@@ -187,7 +192,8 @@ class PartChannel:
             self._to_self.send(data, zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Send the queued messages, and close the sockets."""
+        """Close the sockets. Messages that have not reached the controller yet are kept up to :data:`DELIVERY_MS` for
+        that."""
         if self._far is not None:
             self._far.stop_watching()
         with self._sending_to_self:
@@ -199,10 +205,13 @@ class PartChannel:
 
 
 class ControllerChannel:
-    """The controller's end of the sockets of one part. They are in ``directory``; for a part on another machine they
-    are at ``host``, an address of this machine that the other machine can reach."""
+    """The controller's end of the sockets of the part named ``part``. They are files in ``directory``; for a part on
+    another machine they are TCP ports at ``host``, an address of this machine that the other machine can reach.
+    ``receives`` is the union of the message types that the part may send. Raises
+    :class:`~headrace.base.errors.RunError` if the sockets cannot be made."""
 
     def __init__(self, directory: Path, part: str, receives: Any, *, host: str = "") -> None:
+        """Open both sockets. The arguments are described at the class; ``host`` is empty for a part on this machine."""
         self._part = part
         self._codec = MessageCodec(receives)
         self._context = zmq.asyncio.Context()
@@ -228,7 +237,8 @@ class ControllerChannel:
         return "" if self.addresses.key else self.addresses.orders
 
     def send(self, message: Any) -> None:
-        """Queue ``message`` without waiting, also for a part that is still starting."""
+        """Queue the order ``message`` without waiting, also for a part that is still starting. Raises
+        :class:`~headrace.base.errors.RunError` if so many orders wait that the part must have stopped reading."""
         self._unsent.append(self._codec.encode(message))
         self._flush()
         if len(self._unsent) > self._may_wait:
@@ -238,8 +248,8 @@ class ControllerChannel:
             )
 
     async def receive(self) -> list[Any]:
-        """Wait for a message of the part; return all that are there. Raises :class:`~headrace.base.errors.RunError` for
-        bytes that are not a message."""
+        """Wait until the part has sent a message, and return all messages that have arrived, at most
+        :data:`MAX_AT_ONCE`. Raises :class:`~headrace.base.errors.RunError` for bytes that are not a message."""
         messages = [self._decoded(await self._reports.recv())]
         while len(messages) < MAX_AT_ONCE:
             try:
@@ -250,13 +260,14 @@ class ControllerChannel:
         return messages
 
     async def broken(self) -> None:
-        """Wait until a connection from another machine has broken: the part's own, or one that had no key."""
+        """Wait until a connection from another machine has broken: the part's own, or one that was refused because it
+        did not know the key."""
         if self._monitor is None:
             self._monitor = self._reports.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         await self._monitor.recv_multipart()
 
     def close(self) -> None:
-        """Close the channel at once; messages that are queued are lost."""
+        """Close the channel at once; messages in both directions that are still queued are lost."""
         if self._monitor is not None:
             self._reports.disable_monitor()
             self._monitor.close(0)
@@ -285,7 +296,7 @@ class ControllerChannel:
         return ChannelAddresses(orders=bound[0], reports=bound[1], key=key)
 
     def _flush(self) -> None:
-        """Send the queued orders that the socket accepts without blocking."""
+        """Send as many of the queued orders, in order, as the socket accepts without blocking."""
         while self._unsent:
             try:
                 self._orders.send(self._unsent[0], zmq.NOBLOCK)
@@ -304,8 +315,8 @@ class ControllerChannel:
 
 
 def require_key(*sockets: Any, max_bytes: int | None = None) -> str:
-    """Let sockets that will be bound accept only connections that know a new key; return this key. A message may have
-    ``max_bytes``; unset: :data:`MAX_BYTES`."""
+    """Let sockets that will be bound accept only encrypted connections that know a new key, and return this key for the
+    other end (:func:`present_key`). A message may have at most ``max_bytes`` bytes; unset: :data:`MAX_BYTES`."""
     public, secret = zmq.curve_keypair()
     for socket in sockets:
         socket.setsockopt(zmq.CURVE_SERVER, 1)
@@ -315,8 +326,8 @@ def require_key(*sockets: Any, max_bytes: int | None = None) -> str:
 
 
 def present_key(socket: Any, address: str, key: str) -> None:
-    """Let a socket that will be connected to ``address`` prove that it knows ``key``. A connection that breaks is not
-    made again."""
+    """Let a socket that will be connected to ``address`` prove that it knows ``key``, which :func:`require_key`
+    returned at the other end. A connection that breaks is not made again."""
     socket.setsockopt(zmq.IPV6, int("[" in address))
     public, secret = zmq.curve_keypair()
     socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
@@ -337,6 +348,8 @@ class _Connections:
         reports: zmq.Socket[bytes],
         on_broken: Callable[[], object] | None,
     ) -> None:
+        """Let the sockets prove the key of ``addresses`` and watch them, without connecting yet. ``orders`` and
+        ``reports`` are the part's sockets."""
         self._addresses = {addresses.orders: orders, addresses.reports: reports}
         self._on_broken = on_broken or _end_process_group
         for address, socket in self._addresses.items():
@@ -365,7 +378,8 @@ class _Connections:
             monitor.close(0)
 
     def _handshake_succeeded(self, monitor: zmq.Socket[bytes]) -> bool:
-        """Wait for the handshake; return whether both ends have proved their identity."""
+        """Wait up to :data:`CONNECT_S` for the handshake of a connection, which ``monitor`` reports; return whether
+        both ends have proved their identity."""
         clock = RealClock()
         deadline_s = clock.now() + CONNECT_S
         while (left_s := deadline_s - clock.now()) > 0:
@@ -385,17 +399,21 @@ class _Connections:
 
 
 def _event(monitor: zmq.Socket[bytes]) -> int:
+    """Wait for the next event that ``monitor`` reports of its connection, and return zmq's number for it."""
     return int(parse_monitor_message(monitor.recv_multipart())["event"])
 
 
 def _end_process_group() -> None:
+    """Kill this process and all processes of its group at once: the default when the connection to the controller
+    breaks, since no order would reach this part any more."""
     sys.stderr.write("the connection to the controller is broken: this process addresses\n")
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 
 
 def _socket(context: Any, kind: int) -> Any:
-    """Return a new socket of this kind, with a bounded queue, which discards unsent messages when it is closed."""
+    """Return a new socket of this ``kind`` (``zmq.PUSH`` or ``zmq.PULL``) with queues of :data:`MAX_QUEUED` messages,
+    which discards unsent messages when it is closed."""
     socket = context.socket(kind)
     socket.setsockopt(zmq.SNDHWM, MAX_QUEUED)
     socket.setsockopt(zmq.RCVHWM, MAX_QUEUED)

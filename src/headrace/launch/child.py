@@ -27,7 +27,8 @@ from headrace.launch.starts import EnvironmentStart, ScorerStart, Start
 GRACE_S = 5.0
 """Seconds that a process may take to end after it was ordered to shut down."""
 LAST_WORDS_S = 2.0
-"""Seconds to wait for the final error report of a process that has ended or has announced such a report."""
+"""Seconds to wait for the end of a process that has reported an error, or for the report of one that has ended with the
+exit code that announces it."""
 LOG_LINES = 8
 """Number of log lines that are quoted when a process dies."""
 OLD_LOGS = 16
@@ -53,10 +54,12 @@ class Rendezvous:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """A process that is to be started: its name, its settings and its cores."""
+    """A process that is to be started: its name, its settings and its cores. A :class:`Starter` starts it."""
 
     name: str
+    """Its name in messages, and the name of its log file, such as ``engine-0``."""
     start: Start
+    """The settings that it receives when it starts; their class says which role it has."""
     num_threads: int
     """The number of cores that the libraries of the process may compute with."""
     make_peer: Callable[[ControllerChannel], Peer]
@@ -114,7 +117,7 @@ class Process(Protocol):
         ...
 
     def last_lines(self, log: Path) -> list[str]:
-        """Return the last lines of its log."""
+        """Return the last lines of ``log``, the file to which the process wrote."""
         ...
 
     def close(self) -> None:
@@ -123,7 +126,8 @@ class Process(Protocol):
 
 
 class Starter(Protocol):
-    """A launcher's way to start processes of a run."""
+    """A launcher's way to start processes of a run: on this machine, or on the machines of a cluster. It chooses the
+    machine of a process and opens its sockets."""
 
     @property
     def host_address(self) -> str:
@@ -131,8 +135,8 @@ class Starter(Protocol):
         ...
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process. Return the peer that communicates with it, and the process, which has not loaded anything
-        yet.
+        """Start the process ``spec`` with the directories and the token ``site`` of the run. Return the peer that
+        communicates with it, and the process, which has not loaded anything yet.
 
         Raises :class:`~headrace.base.errors.HeadraceError` if the process cannot be started; then nothing of it is
         left.
@@ -141,11 +145,13 @@ class Starter(Protocol):
 
 
 class Child:
-    """A process of the run, with the peer that communicates with it."""
+    """A process of the run, with the peer that communicates with it. The launcher owns one for each process, waits for
+    its end (:meth:`died`) and ends it (:meth:`end`)."""
 
     def __init__(self, role: str, peer: Peer, process: Process, log: Path, old_logs: deque[Path] | None = None) -> None:
-        """``old_logs`` is the list that receives the log when the process has died; ``None`` keeps the log for the
-        process that is started under the same name."""
+        """``role`` is the name of the process in messages, and ``log`` its log file. ``old_logs`` is the list that
+        receives the log when the process has died; ``None`` keeps the file for the process that is started next under
+        the same name."""
         self.role = role
         self.peer = peer
         self._process = process
@@ -156,7 +162,8 @@ class Child:
 
     @classmethod
     async def start(cls, site: Rendezvous, spec: ProcessSpec, starter: Starter) -> Child:
-        """Start a process; it has not loaded anything yet when this returns."""
+        """Start the process ``spec`` with ``starter``, and return it; it has not loaded anything yet then. The logs of
+        workers, which run user code, are kept only for the last that died."""
         peer, process = await starter.start(site, spec)
         old_logs = site.old_logs if isinstance(spec.start, ScorerStart | EnvironmentStart) else None
         return cls(spec.name, peer, process, site.logs / f"{spec.name}.log", old_logs)
@@ -182,13 +189,14 @@ class Child:
         return await self._process.computed_s()
 
     async def halted(self) -> str:
-        """See :meth:`Process.halted`."""
+        """Describe what has halted the process, or one that it has started, such as ``is stopped (SIGSTOP)``; an empty
+        text if it is not halted, or if that cannot be found out."""
         return await self._process.halted()
 
     @property
     def killed(self) -> bool:
-        """Whether a signal has ended the process, or the manner of its end is unknown: in both cases it could not
-        report an error of its own."""
+        """Whether the process has ended by a signal or in an unknown manner: in both cases it could not report an error
+        of its own."""
         code = self._process.returncode
         return code is not None and (code < 0 or code == EXIT_UNKNOWN)
 
@@ -203,12 +211,13 @@ class Child:
 
     @property
     def lost(self) -> bool:
-        """Whether the process has ended only because another process did."""
+        """Whether the process, a rank of the learner, has ended only because another rank had ended."""
         return self._process.returncode == EXIT_RANK_LOST
 
     async def died(self) -> str:
-        """Wait for the end of the process, kill what it started, and return the cause in words. A process that has
-        reported an error is killed soon after the report."""
+        """Wait for the end of the process, kill what it started, and return the cause in words, followed by the last
+        lines of its log. A process that has reported an error and does not end within :data:`LAST_WORDS_S` is
+        killed."""
         async with asyncio.TaskGroup() as group:
             ended = group.create_task(self._process.wait())
             reported = group.create_task(self.peer.reported.wait())
@@ -233,7 +242,8 @@ class Child:
                 self._old_logs.popleft().unlink()
 
     async def end(self, farewell: object) -> None:
-        """Order the process to shut down with ``farewell``, and kill it if it does not end in time."""
+        """Order the process to shut down with the message ``farewell``, and kill it if it does not end within
+        :data:`GRACE_S`. A process that is still starting is killed at once."""
         listens = self.peer.ready.done() and self._process.accepts_shutdown  # a process that loads does not read orders
         if self._process.returncode is None and listens:
             with contextlib.suppress(TimeoutError, RunError):

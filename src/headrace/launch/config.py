@@ -1,4 +1,5 @@
-"""The settings of the launch, and the contract of a launcher that they name."""
+"""The settings of the launch (the table ``[launch]`` of a run file), and the contract of a launcher that they name. A
+*part* of a run is one of its processes: an engine, a rank of the learner, a scoring or environment worker."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 INVITATION_FILE = "join.json"
 """The file in the run's directory that another machine needs to join; it exists while the run accepts machines."""
 Amount = Annotated[float, Field(ge=0)]
+"""An amount of a resource, at least 0."""
 
 
 class ResourceShare(Section):
@@ -42,7 +44,8 @@ class ResourceShare(Section):
     """Amounts of the cluster's own resources, by name: ``{ "big_disk" = 1 }``."""
 
     def __str__(self) -> str:
-        """
+        """Return the resources in words, for messages to the user.
+
         >>> str(ResourceShare(cpus=4, gpus=1))
         '4 CPUs, 1 GPU'
         """
@@ -52,11 +55,12 @@ class ResourceShare(Section):
         return ", ".join([*parts, *(f"{amount:g} {name}" for name, amount in sorted(self.resources.items()))])
 
 
-class Leftover(ResourceShare):
-    """The resources of parts that mostly wait. Unless more is set, they run on what the other parts leave."""
+class WorkerShare(ResourceShare):
+    """The resources that a scoring or environment worker requests from a cluster. By default it requests none, because
+    it mostly waits, and runs on cores that other parts leave free."""
 
     cpus: Amount = 0.0
-    """Number of cores; 0: the cluster counts none for the part."""
+    """Number of cores that the cluster reserves for the worker; may be a fraction. 0: it reserves none."""
 
 
 class RayConfig(Section):
@@ -66,12 +70,12 @@ class RayConfig(Section):
     """The cluster's address, in the form that ``ray.init`` takes. ``auto``: the cluster that this machine, or this job,
     belongs to; ``local``: a new cluster on this machine."""
     engine: ResourceShare = ResourceShare()
-    """The resources of each engine, including the engines of agents with weights of their own."""
+    """The resources of each engine, including the engines of teachers and of agents with weights of their own."""
     learner: ResourceShare = ResourceShare()
     """The resources of each rank of the learner."""
-    scorer: Leftover = Leftover()
+    scorer: WorkerShare = WorkerShare()
     """The resources of each scoring worker. Now and then one more than ``workers`` is started: leave room for it."""
-    environment: Leftover = Leftover()
+    environment: WorkerShare = WorkerShare()
     """The resources of each environment worker. Now and then up to four more than ``env.workers`` are started: leave
     room for them."""
     placement: Literal["pack", "spread"] = "pack"
@@ -91,7 +95,7 @@ class RayConfig(Section):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterLaunch:
-    """The functions that a launcher adds where parts of a run may be on other machines than the controller."""
+    """The functions of a launcher that may start parts of a run on other machines than the controller's."""
 
     refuse: Callable[[LaunchConfig, FleetConfig, LearnerConfig, SyncConfig], None]
     """Checks the settings, and raises :class:`~headrace.base.errors.ConfigError` for those that cannot be used when
@@ -101,7 +105,7 @@ class ClusterLaunch:
     number of ranks. Raises :class:`~headrace.base.errors.ConfigError` if something that the launcher needs is not
     installed."""
     threads: Callable[[LaunchConfig, str], int]
-    """Returns the number of cores that each part of a role (``engine`` or ``learner``) computes with."""
+    """Returns the number of cores that each part of the given role (``engine`` or ``learner``) computes with."""
     sentence: Callable[[LaunchConfig, int, int], str]
     """Returns a sentence for the user that describes the resources which the parts request from the cluster, given the
     number of engines and the number of ranks of the learner."""
@@ -109,7 +113,7 @@ class ClusterLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """A way to start the processes of a run.
+    """A way to start the processes of a run, which ``launch.kind`` chooses by its name.
 
     A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.launchers"]``.
     """
@@ -122,6 +126,8 @@ class Launcher:
 
 
 def _problem(made: Any) -> str | None:
+    """Return why the object ``made`` that an installed package offers is not a launcher, in words that follow its name;
+    ``None`` if it is one. The registry calls this for each launcher that it loads."""
     named = type(made).__name__
     return None if isinstance(made, Launcher) else f"is a {named}, not a headrace.launch.config.Launcher"
 
@@ -204,7 +210,7 @@ class LaunchConfig(Section):
 
     @model_validator(mode="after")
     def _settings_are_used(self) -> Self:
-        """Refuse settings that the chosen launcher does not use."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that the chosen launcher does not use."""
         if self.kind != "ray" and self.ray != RayConfig():
             changed = [name for name, value in self.ray if value != RayConfig.model_fields[name].default]
             raise ConfigError(
@@ -238,7 +244,7 @@ class LaunchConfig(Section):
 
     def threads(self, role: Literal["engine", "learner"], count: int, num_cores: int) -> int:
         """Return the number of cores that each of ``count`` parts of a role computes with, on a machine with
-        ``num_cores``.
+        ``num_cores`` cores; at least 1. On a cluster, it is what each part requests there.
 
         >>> LaunchConfig(engine_threads=4).threads("engine", 2, 8)
         2
@@ -250,7 +256,8 @@ class LaunchConfig(Section):
 
 
 def threads(setting: int | None, num_cores: int) -> int:
-    """Return ``setting``, or half of the cores where it is ``None``.
+    """Return how many cores all parts of a role compute with: ``setting``, or half of ``num_cores`` (at least 1) where
+    it is ``None``.
 
     >>> threads(None, 8), threads(3, 8), threads(None, 1)
     (4, 3, 1)

@@ -1,7 +1,8 @@
 """The contract of the endpoint at which programs reach their episodes over HTTP, and the registry of endpoints.
 
-An endpoint speaks the protocols that agents know. :mod:`headrace.wings.agents` has one for OpenAI's and Anthropic's
-protocols.
+A *program* is an agent that an environment starts, for example a coding agent: it asks the model through the endpoint,
+with a key of its own episode. An endpoint speaks the protocols that agents know. :mod:`headrace.wings.agents` has one
+for OpenAI's and Anthropic's protocols.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from headrace.rollout.environments.base import OpenEpisode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class At:
-    """The addresses at which an endpoint listens."""
+class ListenAddress:
+    """The address at which an endpoint listens, at a free port, and the certificate with which it encrypts."""
 
     host: str = "127.0.0.1"
-    """An address of this machine."""
+    """An address of this machine, by which the programs can reach it."""
     tls_certificate: str = ""
     """Path of a PEM file with the certificate; empty: without TLS."""
     tls_key: str = ""
     """Path of a PEM file with the certificate's key."""
 
 
-HERE = At()
+HERE = ListenAddress()
+"""The address that only programs of this machine can reach, without TLS."""
 
 
 class EpisodeAccess(Protocol):
@@ -45,16 +47,16 @@ class EpisodeAccess(Protocol):
 
 
 class EpisodeEndpoint(Protocol):
-    """An endpoint that listens for requests."""
+    """An endpoint that listens for the HTTP requests of programs. The pool of environment workers uses it."""
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[EpisodeAccess]:
-        """Let programs reach ``episode`` during the body. After the body the episode is complete: its key is refused,
-        and none of its requests runs."""
+        """Let programs reach ``episode`` within the context, which has the address and the key for them. Afterwards the
+        episode is complete: its key is refused, and none of its requests runs."""
         ...
 
 
 class OpenEndpoint(Protocol):
-    """Opens an endpoint during a body."""
+    """A function that opens an endpoint, which listens within the context that is returned."""
 
     def __call__(
         self,
@@ -63,10 +65,11 @@ class OpenEndpoint(Protocol):
         clock: Clock,
         warn: Callable[[str], None],
         agents: frozenset[str] = frozenset(),
-        at: At = HERE,
+        at: ListenAddress = HERE,
     ) -> AbstractAsyncContextManager[EpisodeEndpoint]:
-        """Listen at ``at``. The policy samples as ``sampling`` says, whatever requests say; ``warn`` is called once for
-        each field in which they differ. A request whose model is one of ``agents`` is answered by that agent."""
+        """Listen at ``at``. The policy samples with the parameters ``sampling``, whatever requests say; ``warn`` is
+        called with a text once for each parameter in which they differ. A request whose model is the name of one of
+        ``agents`` is answered by that agent."""
         ...
 
 
@@ -79,7 +82,7 @@ ENDPOINTS = Registry[OpenEndpoint](
 
 
 def open_endpoint() -> OpenEndpoint:
-    """Return the function that opens the endpoint of agents.
+    """Return the function that opens the endpoint ``agents``, which the package of agents registers.
 
     Raises :class:`~headrace.base.errors.ConfigError` if it is not installed.
     """

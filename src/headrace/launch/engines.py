@@ -42,7 +42,7 @@ REMEDY = "fix the cause, then --resume: nothing that was finished is lost"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionConfig:
-    """The limits within which a run's engines are supervised."""
+    """The limits within which a run's engines are supervised, from the settings ``launch`` and ``sync``."""
 
     rolling: int | None
     """Number of engines that may commit at the same time; ``None``: as many as the commit needs."""
@@ -54,7 +54,7 @@ class SupervisionConfig:
     """Seconds for which an engine with sequences may send nothing, and for which one that owes an answer may be
     stopped."""
     version: int = NOT_SAMPLED
-    """The version of the weights that an engine has when it is ready."""
+    """The version of the weights that an engine has when it is ready; ``NOT_SAMPLED``: none, the learner sends them."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,13 +63,15 @@ class _Outage:
     again."""
 
     cause: str
+    """The reason in words."""
     since_s: float
+    """The time at which it began, on the clock of :class:`Engines`."""
     carried_over: int
     """Number of its sequences that continue on other engines."""
 
 
 def engine_names(count: int) -> tuple[str, ...]:
-    """Return the names of a run's engines.
+    """Return the names of a run's ``count`` engines, by which their processes and log files are known.
 
     >>> engine_names(1), engine_names(2)
     (('engine',), ('engine-0', 'engine-1'))
@@ -78,11 +80,14 @@ def engine_names(count: int) -> tuple[str, ...]:
 
 
 class Engines:
-    """The processes behind a :class:`~headrace.engine.fleet.Fleet`, started and supervised."""
+    """The supervisor of the engine processes ``names`` of a run. ``start`` starts the process of a name. Through
+    :attr:`fleet` the rest of the controller uses the engines as one."""
 
     def __init__(
         self, start: Callable[[str], Awaitable[Child]], names: Sequence[str], config: SupervisionConfig, clock: Clock
     ) -> None:
+        """Make the supervisor; no process is started yet. The arguments are described at the class; ``clock`` measures
+        outages and the window of restarts."""
         self._start, self._names, self._config, self._clock = start, tuple(names), config, clock
         self._children: dict[str, Child] = {}
         self._kill_ordered = {name: asyncio.Event() for name in names}
@@ -119,21 +124,24 @@ class Engines:
         return self.fleet.addresses(self.fleet.names)
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """Return these addresses for the engines that have not staged ``version``."""
+        """Return the addresses to which weights are sent of the engines that have not staged ``version``."""
         return self.fleet.addresses(self.fleet.lacking(version))
 
     def in_step(self) -> dict[str, str]:
-        """Return the engines that the learner may announce its next version to: where each receives orders on this
-        machine, and the address that weights are sent to."""
+        """Return the engines to which the learner may announce its next version directly, because they use the newest
+        one: for each, the address at which it receives orders on this machine, and the address to which weights are
+        sent to it. Engines on other machines are left out."""
         peers = [_engine(self._children[name].peer) for name in self.fleet.in_step()]
         return {peer.orders_address: peer.weights_address for peer in peers if peer.orders_address}
 
     async def _start_one(self, name: str) -> None:
+        """Start the process of the engine ``name``, which has not loaded anything yet then."""
         child = self._children[name] = await self._start(name)
         child.peer.waits_while_halted = len(self._names) == 1 or not self._config.restarts
 
     async def _keep_running(self, name: str) -> None:
-        """Wait until the engine ends, and start it again, for ever."""
+        """Wait until the engine ends, and start it again; repeat this until it is cancelled, or until a death ends the
+        run."""
         outage: _Outage | None = None
         while True:
             child = self._children[name]
@@ -144,7 +152,8 @@ class Engines:
             await self._start_one(name)
 
     async def _run_until_death(self, child: Child, outage: _Outage | None) -> str:
-        """Supervise one life of an engine, and return why it ended."""
+        """Supervise one process of an engine until its end, and return why it ended. ``outage`` is the one that this
+        process is to end; ``None`` at the first start."""
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(child.peer.listen()),
@@ -161,7 +170,8 @@ class Engines:
 
     async def _serve_when_ready(self, child: Child, outage: _Outage | None) -> None:
         """Let the engine of a new process join the fleet when it is ready, then report each time it misses a version
-        and serves again. ``outage`` is the death that it replaces."""
+        and serves again. ``outage`` is the one that this process is to end; ``None`` at the first start. An engine that
+        is not ready in time ends the run at the first start, and is killed later."""
         limit_s = self._config.start_timeout_s
         await asyncio.wait([child.peer.ready], timeout=limit_s)
         if not child.peer.ready.done() and outage is None:
@@ -196,32 +206,39 @@ class Engines:
             await self.fleet.wait_until_missed(child.role)
 
     def _record_missed_version(self, name: str, why: str, since_s: float, outage: _Outage | None) -> _Outage:
-        """Report that new weights do not reach an engine. ``outage`` is the one that had not ended yet, if any."""
+        """Report that new weights do not reach the engine ``name``, for the reason ``why``, since ``since_s``. Return
+        ``outage``, if one had not ended yet, else a new one."""
         cause, load = f"{name} gets no new weights: {why}", self.fleet.load(name)
         self._on_recovery(Recovery(part=name, cause=cause, seconds=None, carried_over=load, lives=True))
         return outage or _Outage(cause=cause, since_s=since_s, carried_over=load)
 
     def _order_kill(self, name: str, why: str) -> None:
+        """Let the task that supervises the engine ``name`` kill its process; ``why`` becomes the cause of its end."""
         self._why[name] = f"{why}: it was ended"
         self._kill_ordered[name].set()
 
     async def _kill_when_ordered(self, child: Child) -> None:
+        """Wait until :meth:`_order_kill` is called for this engine, and kill its process."""
         await self._kill_ordered[child.role].wait()
         await child.kill()
 
     async def _give_up_when_stopped(self, child: Child) -> None:
-        """Have the engine's process ended when it owes an answer and has been stopped for ``silence_s``. The deadline
-        of a single engine's answer does not run meanwhile, and without sequences the fleet does not notice it."""
+        """Order the kill of an engine's process that has been stopped for ``silence_s`` while it owes an answer.
+
+        Nothing else notices it: the fleet watches only engines that have sequences, and if a run has one engine only,
+        the deadline of an answer does not run while the process is stopped.
+        """
         stopped_s = 0.0
         while stopped_s < self._config.silence_s:
-            await asyncio.sleep(TICK_S)  # ticks are counted: time in which this machine stood still is not
+            # counted in ticks, so that time in which this machine was suspended does not count
+            await asyncio.sleep(TICK_S)
             stopped_s = stopped_s + TICK_S if child.peer.halted and child.peer.awaits_answer else 0.0
         why = f"{child.role} (pid {child.pid}) {child.peer.halted}, and has owed an answer for {stopped_s:g} s"
         self._order_kill(child.role, why)
 
     def _record_death(self, child: Child, cause: str, outage: _Outage | None) -> _Outage:
-        """Count a death against the budget of restarts, and return the new outage. Raises the error that ends the run
-        if the engine is not to be started again."""
+        """Count the death of ``child`` against the budget of restarts, report it, and return the outage that begins, or
+        the one before that goes on. Raises the error that ends the run if the engine is not to be started again."""
         carried_over, now_s = self.fleet.leave(child.role), self._clock.now()
         words = child.peer.reported_error
         accident = words is None and child.killed
@@ -247,5 +264,6 @@ class Engines:
 
 
 def _engine(peer: object) -> EngineClient:
+    """Return the peer of an engine's process with its type: it is always an engine client."""
     assert isinstance(peer, EngineClient)
     return peer

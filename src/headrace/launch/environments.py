@@ -1,4 +1,5 @@
-"""The environment of a run: a plain prompt and answer, or user code in worker processes."""
+"""The environment of a run, as the launcher sets it up: a plain prompt and answer, which needs no process, or user code
+in worker processes. The *order* is the record of settings that a session gives the launcher for a run."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from headrace.base.types.observation import Event
 from headrace.launch.child import Child, Rendezvous, Starter
 from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.clients.environment import Listening
-from headrace.launch.endpoints import At, open_endpoint
+from headrace.launch.endpoints import ListenAddress, open_endpoint
 from headrace.launch.order import LaunchOrder
 from headrace.launch.processes import Processes
 from headrace.launch.starts import EnvironmentStart, ResourceLimits
@@ -24,7 +25,7 @@ from headrace.rollout.environments import EnvConfig
 
 
 def environment_start(env: EnvConfig) -> EnvironmentStart:
-    """Return the settings that each worker of an environment starts with."""
+    """Return the settings that each worker process of the environment ``env`` starts with."""
     return EnvironmentStart(
         kind=env.kind,
         entry=env.entry or shlex.join(env.argv),
@@ -63,7 +64,7 @@ def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
         return None
     env, launch = order.env, order.launch
     joined = host_and_port(launch.join)[0] if launch.join else ""
-    at = At(
+    at = ListenAddress(
         host=env.host or joined or processes.starter.host_address,
         tls_certificate=env.tls_certificate,
         tls_key=env.tls_key,
@@ -73,7 +74,7 @@ def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
 
 
 def episode_limits(order: LaunchOrder) -> EpisodeLimits:
-    """Return the limits of one episode."""
+    """Return the limits of one episode (tokens, turns, tool calls) from the settings of the run."""
     env = order.env
     return EpisodeLimits(
         max_context=order.max_context,
@@ -84,7 +85,7 @@ def episode_limits(order: LaunchOrder) -> EpisodeLimits:
 
 
 class JoinServer(Protocol):
-    """Accepts the machines that join a run."""
+    """The server at which other machines join a run, with workers for its environment."""
 
     async def admit(
         self,
@@ -92,7 +93,8 @@ class JoinServer(Protocol):
         start: EnvironmentStart,
         start_worker: Callable[[EnvironmentStart, Starter], Awaitable[Child]],
     ) -> None:
-        """Accept machines, and let ``pool`` use their workers; this ends only by cancellation."""
+        """Accept machines, and let ``pool`` use their workers; this ends only by cancellation. ``start`` has the
+        settings of a worker, and ``start_worker`` starts one on a machine that the given starter stands for."""
         ...
 
 

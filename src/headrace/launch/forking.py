@@ -31,13 +31,17 @@ from itertools import count
 from typing import IO
 
 import msgspec
+import psutil
 
 from headrace.base.environ import fork_server_environment
 from headrace.launch.config import LaunchConfig
 
 MODULE = "headrace.launch.hosts.forkserver"
+"""The module that the fork server runs."""
 EXIT_UNKNOWN = 256
 """The value in place of an exit code that is not known; no process ends with it."""
+LOOK_S = 3.0
+"""Seconds between two looks whether a fork server that does not answer is stopped."""
 EXIT_CODE_WAIT_S = 1.0
 """Seconds to wait for the exit code of a part that has ended."""
 MAX_BYTES = 1 << 16
@@ -49,25 +53,29 @@ LOG_BYTES, LOG_LINES = 4000, 8
 
 
 class ForkOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to fork a part. Two descriptors come with it: the part's end of its lifeline, and its log."""
+    """The order of the controller to fork a part. Two file descriptors come with it: the part's end of its lifeline (a
+    pipe whose closing ends the part), and its log."""
 
     call: int
+    """The number of the order, which the answer repeats."""
     name: str
+    """The name of the part."""
     directory: str
-    """The directory with the part's briefing."""
+    """The directory with the part's briefing, the file that says what it has to do."""
     environment: Mapping[str, str]
     """Environment variables that the part has beside those of the fork server."""
 
 
 class ForkReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to an order. One descriptor comes with it: a pidfd of the part."""
+    """The answer to an order that was carried out. One file descriptor comes with it: a pidfd of the part, which shows
+    when the part ends."""
 
     call: int
     pid: int
 
 
 class ForkRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The report that the operating system has refused to fork."""
+    """The answer to an order for which the operating system has refused to fork."""
 
     call: int
     number: int
@@ -86,13 +94,16 @@ Report = ForkReply | ForkRefused | ForkExit
 
 
 class ForkServerLost(Exception):
-    """The fork server has ended, or does not answer."""
+    """The error of an order to a fork server that has ended, or does not answer."""
 
 
 class ForkedProcess:
-    """A part that was forked; see :class:`~headrace.launch.local_process.SpawnedProcess`."""
+    """The process of a part that was forked, as the controller sees it. It is a child of the fork server, not of the
+    controller: ``pidfd`` shows when it ends, and the fork server reports its exit code."""
 
     def __init__(self, pid: int, pidfd: int) -> None:
+        """Watch the process ``pid`` in the running event loop by its descriptor ``pidfd``, which this object closes
+        when the process has ended."""
         loop = asyncio.get_running_loop()
         self.pid = pid
         self._pidfd = pidfd
@@ -101,21 +112,25 @@ class ForkedProcess:
 
     @property
     def returncode(self) -> int | None:
+        """The exit code, negative for a signal, :data:`EXIT_UNKNOWN` if it could not be learned; ``None`` while the
+        process runs."""
         return self._code.result() if self._code.done() else None
 
     async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code."""
         await asyncio.wait([self._code])  # unlike awaiting it, this does not cancel it for other waiters
         return self._code.result()
 
     def ended(self, code: int) -> None:
-        """Record the exit code, unless one is known already."""
+        """Record that the process has ended with the exit ``code``, unless an exit code is known already."""
         if not self._code.done():
             self._code.set_result(code)
             asyncio.get_running_loop().remove_reader(self._pidfd)
             os.close(self._pidfd)
 
     def _on_exit(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Wait a moment for the exit code, since the kernel says only that the process has ended."""
+        """Give the fork server a moment to report the exit code; then it counts as unknown. Called when the pidfd shows
+        that the process has ended, which does not say how."""
         loop.remove_reader(self._pidfd)
         loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
 
@@ -149,15 +164,17 @@ class ForkServer:
         self._parts: dict[int, ForkedProcess] = {}
         self._warn: Callable[[str], None] = lambda _: None
         self.lost = False
+        """Whether the fork server has ended or was given up, so that later parts must be new interpreters."""
 
     @property
     def pid(self) -> int:
+        """The process id of the fork server."""
         return self._process.pid
 
     @contextmanager
     def listening(self, warn: Callable[[str], None]) -> Iterator[None]:
-        """Receive the messages of the fork server in the running event loop, during the body. ``warn`` is called if the
-        fork server is lost."""
+        """Receive the messages of the fork server in the running event loop, within this context. ``warn`` is called
+        with a text if the fork server is stopped or lost."""
         loop, self._warn = asyncio.get_running_loop(), warn
         if not self.lost:
             loop.add_reader(self._control, self._on_readable)
@@ -184,14 +201,34 @@ class ForkServer:
         answer: asyncio.Future[ForkedProcess] = asyncio.get_running_loop().create_future()
         self._pending[call] = answer
         try:
-            with contextlib.suppress(ConnectionError, BlockingIOError):
+            with contextlib.suppress(ConnectionError, BlockingIOError, TimeoutError):
                 socket.send_fds(self._control, [msgspec.json.encode(order)], descriptors)
-                await asyncio.wait([answer], timeout=self._timeout_s)
+                await self._answered(answer)
             if not answer.done():
-                self._mark_lost()  # sets the error that the next line raises
+                self._mark_lost(silent=True)  # sets the error that the next line raises
             return answer.result()
         finally:
             del self._pending[call]
+
+    async def _answered(self, answer: asyncio.Future[ForkedProcess]) -> None:
+        """Wait until ``answer`` is set, and warn once if the fork server is stopped meanwhile. Raises ``TimeoutError``
+        after the time limit."""
+        warned = False
+        async with asyncio.timeout(self._timeout_s):
+            while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
+                if not warned and self._is_stopped():
+                    warned = True
+                    self._warn(
+                        f"the fork server (pid {self.pid}) is stopped (SIGSTOP; kill -CONT {self.pid} lets it "
+                        f"continue): nothing starts until then, or until {self._timeout_s:g} s have passed "
+                        "(launch.start_timeout_s)"
+                    )
+
+    def _is_stopped(self) -> bool:
+        """Return whether a signal or a debugger has stopped the fork server."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
 
     def close(self) -> None:
         """End the fork server. Its parts live on until their lifelines are closed."""
@@ -200,12 +237,14 @@ class ForkServer:
         self._release()
 
     def _release(self) -> None:
+        """Close the controller's ends of the socket, the lifeline and the log."""
         self._control.close()
         os.close(self._lifeline)
         self._log.close()
 
     def _on_readable(self) -> None:
-        """Handle one message of the fork server: a forked process, a refusal, or the exit of a process."""
+        """Read and handle one message of the fork server: a forked process, a refusal, or the exit of a process. If the
+        socket is closed instead, the fork server is lost."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, MAX_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
         except BlockingIOError:
@@ -228,32 +267,37 @@ class ForkServer:
                 if (ended := self._parts.pop(pid, None)) is not None:
                     ended.ended(code)
 
-    def _mark_lost(self) -> None:
-        """Note that the fork server has ended, with a warning, and let every pending request to it fail."""
+    def _mark_lost(self, *, silent: bool = False) -> None:
+        """Record, with a warning, that the fork server has ended or, if ``silent``, has not answered in time, and let
+        every pending order fail with :class:`ForkServerLost`."""
         if not self.lost:
             self.lost = True
             asyncio.get_running_loop().remove_reader(self._control)
-            self._warn(self._ending())
+            self._warn(self._ending(silent=silent))
         for answer in self._pending.values():
             if not answer.done():
                 answer.set_exception(ForkServerLost())
 
-    def _ending(self) -> str:
-        """End the process of the fork server, and return a warning that says how it ended, with the last lines of its
-        log."""
+    def _ending(self, *, silent: bool) -> str:
+        """End the process of the fork server, and return a warning that says how it ended, or that it was ``silent``,
+        with the last lines of its log."""
+        stopped = self._is_stopped()
         self._process.kill()  # it may hang
         code = self._process.wait()
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
         output = self._log.read().decode("utf-8", "replace").strip()
-        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        if silent:
+            how = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self._timeout_s:g} s"
+        else:
+            how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = "".join(f"\n    {line}" for line in output.splitlines()[-LOG_LINES:])
         return f"the fork server (pid {self.pid}) {how}: its parts live on, later ones are new interpreters{lines}"
 
 
 @contextmanager
 def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
-    """Start a fork server for the body if parts run on this machine and it supports one (Linux 5.3 or later); otherwise
-    yield ``None``."""
+    """Start a fork server, which lives as long as this context, if parts run on this machine and it supports one (Linux
+    5.3 or later); otherwise yield ``None``."""
     if launch.remote or not _can_fork():
         yield None
         return
@@ -279,4 +323,5 @@ def _can_fork() -> bool:
 
 
 def _program() -> list[str]:
+    """Return the first words of the command that starts the fork server."""
     return [sys.executable, "-m", MODULE]

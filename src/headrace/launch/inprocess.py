@@ -32,7 +32,7 @@ from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalEngineConfig:
-    """The limits of an engine that runs in a thread."""
+    """The limits of an engine that runs in a thread of this process (:class:`LocalEngine`)."""
 
     max_requests: int = 4096
     """Number of requests that may wait or run at the same time; one more raises
@@ -46,6 +46,7 @@ class MemoryChannel:
     thread's end; :class:`MemoryOrders` is the client's end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Make a channel whose client lives in the event loop ``loop``."""
         self._loop = loop
         self._orders: deque[Any] = deque()
         self._arrived = threading.Event()
@@ -58,14 +59,15 @@ class MemoryChannel:
         self._arrived.set()
 
     def wait(self, timeout_s: float) -> bool:
-        """Return whether an order is there or comes within ``timeout_s``."""
+        """Wait up to ``timeout_s`` seconds for an order; return whether there is one. The thread calls this."""
         if not self._orders:
             self._arrived.wait(timeout_s)
         self._arrived.clear()
         return bool(self._orders)
 
     def receive(self, timeout_s: float) -> list[Any]:
-        """Wait up to ``timeout_s`` for an order; return all that are there."""
+        """Wait up to ``timeout_s`` seconds for an order, and return all orders that have arrived, oldest first. The
+        thread calls this."""
         self.wait(timeout_s)
         return [self._orders.popleft() for _ in range(len(self._orders))]
 
@@ -80,7 +82,8 @@ class MemoryChannel:
         self.order(message)
 
     def call(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call ``callback`` in the event loop."""
+        """Call ``callback`` with ``arguments`` in the event loop, from any thread. If the loop has ended, the engine's
+        thread is ordered to end instead."""
         try:
             self._loop.call_soon_threadsafe(callback, *arguments)
         except RuntimeError:
@@ -88,7 +91,8 @@ class MemoryChannel:
 
 
 class MemoryOrders:
-    """The client's end of a :class:`MemoryChannel`."""
+    """The client's end of a :class:`MemoryChannel`, with the methods that a client expects of its channel
+    (:class:`~headrace.launch.channel.OrdersEnd`)."""
 
     local_orders = ""
     """Always empty: other parts cannot send orders to an engine in a thread."""
@@ -109,7 +113,8 @@ class MemoryOrders:
 
 
 class LocalEngine(EngineClient):
-    """The :class:`~headrace.engine.Engine` contract over ``core``, for use in one event loop::
+    """An engine that runs ``core`` in a thread of this process, with the :class:`~headrace.engine.Engine` contract, for
+    use in one event loop::
 
     async with LocalEngine(core, clock=RealClock()) as engine:
         async for chunk in engine.generate(prompt_ids_T, Sampling(max_new_tokens=8)):
@@ -119,6 +124,8 @@ class LocalEngine(EngineClient):
     def __init__(
         self, core: EngineCore, *, clock: Clock, config: LocalEngineConfig | None = None, name: str = "engine"
     ) -> None:
+        """Make the engine over ``core``; its thread starts when the context is entered. ``clock`` is the clock of the
+        step loop, and ``name`` stands for the engine in errors."""
         config = config or LocalEngineConfig()
         self._memory = MemoryChannel(asyncio.get_running_loop())
         super().__init__(
@@ -135,6 +142,7 @@ class LocalEngine(EngineClient):
         self._dead = asyncio.Event()
 
     async def __aenter__(self) -> Self:
+        """Start the step-loop thread and the thread that stages, and return this engine."""
         self._stats = self._core.stats()
         self._route(Ready(token="", pid=0, facts={}))
         self._stager = ThreadPoolExecutor(max_workers=1, thread_name_prefix=f"{self.name}-stage")
@@ -143,6 +151,7 @@ class LocalEngine(EngineClient):
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        """Fail all calls that wait, end the step loop, and wait until both threads have ended."""
         self.end(ComponentDied(f"{self.name} was closed", remedy="keep it open while requests run"))
         self._memory.order(Shutdown())
         await asyncio.to_thread(self._thread.join)
@@ -160,7 +169,7 @@ class LocalEngine(EngineClient):
         return self._closed
 
     def end(self, why: ComponentDied) -> None:
-        """Fail all calls that wait, and every later call, with ``why``."""
+        """Fail all calls that wait, and every later call, with ``why``, and wake :meth:`died`."""
         super().end(why)
         self._dead.set()
 

@@ -1,4 +1,5 @@
-"""Temporary files and directories of a run. If the run is killed, the next run removes them; locked ones are in use.
+"""Temporary files and directories of a run, in a directory such as ``/tmp`` or ``/dev/shm``. If the run is killed, the
+next run removes them; locked ones are in use.
 
 A lock ends with the process that holds it, wherever that process runs. A process id would not do, since it means
 nothing in another container.
@@ -16,6 +17,7 @@ import tempfile
 from pathlib import Path
 
 LOCK = "lock"
+"""The name of the file within a leased directory that is locked; a leased file is locked itself."""
 _NAME = re.compile(r"headrace-\d+-")
 
 
@@ -30,7 +32,7 @@ class Lease:
 
     @classmethod
     def directory(cls, root: Path) -> Lease:
-        """Make a new directory that only this user can enter."""
+        """Make and lock a new directory in ``root`` that only this user can enter."""
         made = Path(tempfile.mkdtemp(prefix=".headrace-", dir=root))
         try:
             descriptor = _locked(made / LOCK)
@@ -41,7 +43,7 @@ class Lease:
 
     @classmethod
     def file(cls, root: Path) -> Lease:
-        """Make a new empty file, which another process of the run will fill."""
+        """Make and lock a new empty file in ``root``, which another process of the run will fill."""
         made = root / f".headrace-{secrets.token_hex(4)}"
         try:
             descriptor = _locked(made)
@@ -66,11 +68,14 @@ def sweep(root: Path) -> None:
 
 
 def _name(root: Path) -> Path:
+    """Return a new path in ``root`` by whose name :func:`sweep` recognises it: with this process's id and a random
+    part."""
     return root / f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def _locked(path: Path, *, new: bool = True) -> int:
-    """Open ``path`` and lock it; return the descriptor. Raises ``OSError`` if another process holds the lock."""
+    """Open ``path``, which is made if it is ``new``, and lock it; return the descriptor, which holds the lock until it
+    is closed. Raises ``OSError`` if another process holds the lock, or the file cannot be opened."""
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | (os.O_CREAT | os.O_EXCL if new else 0), 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

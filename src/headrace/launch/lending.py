@@ -30,7 +30,8 @@ MIN_SPEEDUP = 1.05
 
 
 def make_activity_file(path: Path, parts: int) -> None:
-    """Write an activity file in which all parts compute: a part that still loads its model lends nothing."""
+    """Write an activity file for ``parts`` parts, in which all of them are marked as computing: a part that still loads
+    its model lends nothing."""
     path.write_bytes(b"\x01" * parts)
 
 
@@ -39,17 +40,21 @@ class OwnCores:
 
     @contextmanager
     def unit(self, amount: float | None = 1.0) -> Iterator[None]:
-        """Compute a unit of work; the cores do not change."""
+        """Return a context for one unit of work, in which the cores do not change. ``amount`` is ignored; see
+        :class:`LentCores`."""
         yield
 
     def rest(self) -> None:
-        """Do nothing; the cores are not lent."""
+        """Do nothing: a part that waits does not lend its cores."""
 
 
 class LentCores:
-    """The cores of one part that lends and borrows. ``set_threads`` must be called by the thread that computes."""
+    """The cores of one part that lends and borrows: which of them it computes with, by the activity file of
+    ``lending``. ``set_threads`` sets the number of threads that the library computes with (torch, for example); the
+    methods must be called by the thread that computes."""
 
     def __init__(self, lending: Lending, set_threads: Callable[[int], None], clock: Clock) -> None:
+        """Open the activity file of ``lending``, and mark this part as computing."""
         self._shares, self._place = lending.shares, lending.place
         descriptor = os.open(lending.activity_file, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -63,7 +68,7 @@ class LentCores:
         self._activity[self._place] = 1
 
     def rest(self) -> None:
-        """Lend the part's cores to parts that compute."""
+        """Mark this part as waiting, so that parts that compute may use its cores until its next unit of work."""
         self._activity[self._place] = 0
 
     @contextmanager
@@ -81,19 +86,22 @@ class LentCores:
             self._trial.record((self._clock.now() - start_s) / amount, borrowed=borrow)
 
     def _borrowable(self) -> int:
-        """Return this part's share of the cores whose owners wait."""
+        """Return how many cores this part may borrow now: the cores whose owners wait, divided by the number of parts
+        that compute."""
         busy = self._activity[:]
         resting = sum(share for share, at_work in zip(self._shares, busy, strict=True) if not at_work)
         return resting // max(1, sum(busy))
 
     def _use_threads(self, threads: int) -> None:
+        """Compute with ``threads`` threads from now on; a change is made only if it differs, since it costs time."""
         if threads != self._threads:
             self._set_threads(threads)
             self._threads = threads
 
 
 class _LendingTrial:
-    """Measures whether borrowed cores make units of work faster."""
+    """The measurement that decides whether a part borrows cores: units of work alternate between borrowed cores and own
+    cores only, and the medians of their times are compared."""
 
     def __init__(self) -> None:
         self._seconds: dict[bool, list[float]] = {True: [], False: []}
@@ -101,13 +109,16 @@ class _LendingTrial:
         self._units_left = 0
 
     def should_borrow(self) -> bool:
-        """Return whether the next unit should borrow cores."""
+        """Return whether the next unit should borrow cores: as the last trial decided, or as the trial that runs
+        needs."""
         if self._decision is not None:
             return self._decision
         return len(self._seconds[True]) <= len(self._seconds[False])
 
     def record(self, seconds: float, *, borrowed: bool) -> None:
-        """Record the time of a unit that could have borrowed cores, divided by its amount."""
+        """Record the time of a unit for which cores could be borrowed: ``seconds`` divided by the size of the unit.
+        ``borrowed`` says whether it did borrow. When there are enough, decide; after many more units, begin a new
+        trial."""
         if self._decision is not None:
             self._units_left -= 1
             if not self._units_left:
@@ -125,14 +136,17 @@ class _LendingTrial:
 
 
 def _median(values: Sequence[float]) -> float:
+    """Return the median; the upper one of the two in the middle of an even number of values."""
     return sorted(values)[len(values) // 2]
 
 
 AnyCores = OwnCores | LentCores
+"""The cores of any part, with the same methods whether it lends or not."""
 
 
 def cores(lending: Lending | None) -> AnyCores:
-    """Return the cores of a part; ``lending`` is ``None`` for a part that neither lends nor borrows."""
+    """Return the object by which a part uses its cores, from the settings ``lending`` that it was started with;
+    ``None`` for a part that neither lends nor borrows."""
     if lending is None:
         return OwnCores()
     import torch

@@ -25,7 +25,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, DeadlineError, LearnerLost
 from headrace.base.types.observation import Event, Recovery
 from headrace.control import Components, Serving
-from headrace.control.credit import credit, cuts_of
+from headrace.control.credit import credit, segment_starts_of
 from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.launch.child import LAST_WORDS_S, Child, Rendezvous
@@ -46,7 +46,8 @@ START_REPORT_S = 3.0
 
 @asynccontextmanager
 async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
-    """Start every process of a run, and yield the launched run when all are ready.
+    """Start every process of the run that ``order`` describes, and yield the launched run when all are ready. When the
+    context ends, all processes are ended.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a model that the learner's ranks cannot share or an optimizer
     that is not installed, and the error that a part reports if it cannot start. Inside the context, the death of a part
@@ -93,8 +94,9 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
 
 @asynccontextmanager
 async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) -> AsyncIterator[Serving]:
-    """Start what an evaluation needs: workers, and an engine with the weights of its model directory or, in its place,
-    the client of a ``remote`` one."""
+    """Start the processes that an evaluation without training needs, and yield them as the controller uses them:
+    scoring and environment workers, and an engine with the weights of its model directory or, in its place, the client
+    of a ``remote`` one. When the context ends, all processes are ended."""
     async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
         pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents = processes.engines(own_weights=True), processes.agents()
@@ -110,13 +112,15 @@ async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) 
 
 
 def _open_to_others(order: LaunchOrder, site: Rendezvous) -> AbstractAsyncContextManager[JoinServer | None]:
-    """Open the server that accepts machines which join; ``None`` in a run without ``launch.join``."""
+    """Return the context of the server at which other machines join the run with workers for environments; it yields
+    ``None`` in a run without ``launch.join``."""
     return JOINING.load("machines")(order, site) if order.launch.join else nullcontext()
 
 
 @asynccontextmanager
 async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
-    """Yield the processes of a run. None of them outlives the body; if the body fails, they are killed at once."""
+    """Make the directories of a run and open its launcher, and yield the object that starts its processes. None of them
+    outlives this context: they are ordered to end, or killed at once if the context ends with an error."""
     with ExitStack() as leases:
         site, weights = open_directories(order, leases)
         async with LAUNCHERS.load(order.launch.kind).starting(order) as starter:
@@ -140,7 +144,14 @@ async def _watched(
     *,
     vitals: Vitals,
 ) -> AsyncIterator[None]:
-    """Run the body when every process is ready, and while all of them live."""
+    """Supervise the processes of a run: wait until all of them are ready, then run the body of the ``with`` statement.
+    The death of the learner, an engine that is lost for good, or workers that cannot be kept running cancel the body,
+    and the error is raised. Engines and workers that die may be started again, while the body continues.
+
+    ``engines`` has the supervisor of the policy's engines and those of the engines of agents and teachers. ``pool`` and
+    ``envs`` have the scoring and the environment workers, and ``vitals`` warns of processes that make no progress.
+    ``envs`` is ``None`` for an environment without workers, ``join_server`` for a run that other machines cannot join.
+    """
     watched = [child for child in processes.children if not isinstance(child.peer, EngineClient)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child.peer.listen()) for child in watched]
@@ -162,7 +173,8 @@ async def _watched(
         if envs is not None:
             await _environments_ready(envs, processes.order)
         for each in engines:
-            await each.fleet.wait_until_complete()  # what is ready joins at once; weights go to those that have joined
+            # an engine joins its fleet as soon as it is ready; weights go only to engines that have joined
+            await each.fleet.wait_until_complete()
         starting.cancel()
         yield
         for task in tasks:
@@ -170,54 +182,63 @@ async def _watched(
 
 
 async def report_start(children: Callable[[], Sequence[Child]], on_progress: Callable[[str], None]) -> None:
-    """Report every :data:`START_REPORT_S` which processes have not started, and what they do; this ends only by
-    cancellation."""
+    """Call ``on_progress`` every :data:`START_REPORT_S` with a text that says which processes have not started, and
+    what they do; this ends only by cancellation. ``children`` returns the processes of the run."""
     waited_s = 0.0
     while True:
         await asyncio.sleep(START_REPORT_S)
         waited_s += START_REPORT_S
-        starting = [child.role for child in children() if child.state == "starting"]
+        late = [child for child in children() if child.state not in ("ready", "ended")]
+        starting = [child.role for child in late if not child.peer.halted]
         workers = [role for role in starting if role.startswith(("scorer-", "environment-"))]
         models = [role for role in starting if role not in workers]
-        doing = [f"{', '.join(models)}: load the model"] if models else []
+        doing = [f"{child.role} (pid {child.pid}) {child.peer.halted}" for child in late if child.peer.halted]
+        doing += [f"{', '.join(models)}: load the model"] if models else []
         doing += [f"{', '.join(workers)}: import your code"] if workers else []
         on_progress(f"starting for {waited_s:.0f} s; {'; '.join(doing) or 'the engines get ready to take weights'}")
 
 
 def _vitals(processes: Processes) -> Vitals:
-    """Return the supervision of the run's processes, whose warnings become events of the run."""
+    """Return the supervision that warns of the run's processes that are stopped or hang. Until the run has started, its
+    warnings become events for the user."""
     order = processes.order
 
-    def warn(text: str, *, kind: str = "") -> None:
-        order.on_event(Event(wall_s=0.0, text=text, level="warning" if kind else "info"))
+    def warn(text: str, *, kind: str, over: bool = False) -> None:
+        """Report a warning, or the news that its cause has passed (``over``), as an event for the user."""
+        del kind  # every warning of the start is shown
+        order.on_event(Event(wall_s=0.0, text=text, level="info" if over else "warning"))
 
     return Vitals(
         children=lambda: processes.children,
         timeout_s=order.stall_timeout_s,
+        start_timeout_s=order.launch.start_timeout_s,
         clock=RealClock(),
         warn=warn,
+        on_span=lambda span: order.on_spans([span]),
         others=lambda: {} if order.forks is None or order.forks.lost else {"fork server": order.forks.pid},
     )
 
 
 def _restarts(engines: Sequence[Engines]) -> Counter[str]:
-    """Return the number of times that each engine was started again."""
+    """Return the number of times that each engine process was started again, by its name."""
     return sum((each.restarts for each in engines), Counter[str]())
 
 
 def _send_recoveries(engines: Sequence[Engines], on_recovery: Callable[[Recovery], None]) -> None:
+    """Let all supervisors of engines report later deaths and recoveries of engines to ``on_recovery``."""
     for each in engines:
         each.send_recoveries_to(on_recovery)
 
 
 def _send_warnings(pool: ScoringStage, envs: EnvPool | None, warn: Callable[[str], None]) -> None:
+    """Let all pools of workers send later warnings for users to ``warn``."""
     pool.send_warnings_to(warn)
     if envs is not None:
         envs.send_warnings_to(warn)
 
 
 def _scorers(processes: Processes) -> ScoringStage:
-    """Return the scoring stage of a run, whose workers are started as processes."""
+    """Return the scoring stage of a run: a pool for each component of the reward. Its workers are not started yet."""
     order = processes.order
     return ScoringStage(
         order.env.components,
@@ -252,12 +273,13 @@ def _serving(
         "limits": episode_limits(order),
         "episode_timeout_s": order.env.timeout_s,
         "episode_retries": order.env.retries,
-        "segments": cuts_of(order.algo),
+        "segments": segment_starts_of(order.algo),
     }
 
 
 def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | None:
-    """Return the teachers that have engines; ``None`` if there are none."""
+    """Return the clients of the teachers that have engines of their own; ``None`` if there are none. ``engines`` has
+    the supervisor of each, by the teacher's name."""
     if not engines:
         return None
     return Teachers(
@@ -271,8 +293,8 @@ def _teachers(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teachers | 
 
 
 async def _watch(part: Sequence[Child]) -> None:
-    """Raise when one of the processes of a part dies. The other ranks of a learner die with the first one, so the error
-    is that of the process that died first."""
+    """Wait until one of the processes of a part (one process, or all ranks of the learner) dies, and raise the cause.
+    The other ranks of a learner die with the first one, so the error is that of the process that died by itself."""
     async with asyncio.TaskGroup() as group:
         deaths = {group.create_task(child.died()): child for child in part}
         await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)
@@ -290,7 +312,8 @@ async def _watch(part: Sequence[Child]) -> None:
 
 
 async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
-    """Wait until a process has ended for a cause of its own, or all have ended."""
+    """Wait until a process of ``deaths`` has ended for a cause of its own, and not because another rank was lost, or
+    all have ended. The keys are the tasks that wait for the ends."""
     while (alive := [death for death in deaths if not death.done()]) and all(
         child.lost for death, child in deaths.items() if death.done()
     ):
@@ -298,8 +321,8 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
 
 
 async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
-    """Wait until there is a worker for environments, here or on a machine that joins. Raises
-    :class:`~headrace.base.errors.DeadlineError`."""
+    """Wait until the environment workers of this machine are ready or, if there are none, one of a machine that joins.
+    Raises :class:`~headrace.base.errors.DeadlineError` after ``launch.start_timeout_s``."""
     timeout_s = order.launch.start_timeout_s
     invitation = order.run_dir / INVITATION_FILE
     if not envs.keeps_some_here:
@@ -322,13 +345,14 @@ async def _environments_ready(envs: EnvPool, order: LaunchOrder) -> None:
 
 
 def _stopped_in_words(children: list[Child]) -> str:
-    """Describe the processes that are stopped; return an empty text if there are none."""
+    """Return a description of the processes that are stopped, in words that follow an error text; empty if there are
+    none."""
     return "".join(f"; {child.role} (pid {child.pid}) {child.peer.halted}" for child in children if child.peer.halted)
 
 
 async def _all_ready(children: list[Child], pool: ScoringStage, timeout_s: float) -> None:
-    """Wait until engines, learner and scorers are ready. Raises :class:`~headrace.base.errors.DeadlineError` after
-    ``timeout_s``."""
+    """Wait until the processes ``children`` (the ranks of the learner) and all scoring workers are ready. Raises
+    :class:`~headrace.base.errors.DeadlineError` after ``timeout_s`` seconds."""
     try:
         async with asyncio.timeout(timeout_s):
             if children:

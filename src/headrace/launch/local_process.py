@@ -1,7 +1,9 @@
 """The starter for this machine, and the processes that it starts.
 
 Each process leads a session (process group) of its own, so that it can be killed together with everything it started.
-It lives only as long as the other end of a pipe, its lifeline, is open in the process that started it.
+It lives only as long as the other end of a pipe, its lifeline, is open in the process that started it. A worker that
+runs user code is *kept* on Linux: a supervisor process is its parent, limits its resources and ends all that it
+started.
 """
 
 from __future__ import annotations
@@ -75,7 +77,7 @@ class ProcessResources:
 
 
 class SpawnedProcess(Protocol):
-    """The operating-system process, reduced to what is needed to wait for its end."""
+    """A process of the operating system that was started or forked, reduced to what is needed to wait for its end."""
 
     @property
     def pid(self) -> int:
@@ -93,16 +95,20 @@ class SpawnedProcess(Protocol):
 
 
 class LocalStarter:
-    """Starts processes on this machine. They communicate over sockets in the run's directory. Engines and learners are
-    forked from the fork server where there is one."""
+    """The :class:`~headrace.launch.child.Starter` of processes on this machine, which communicate over sockets in the
+    run's directory. Engines and learners are forked from the fork server ``forks``; without one, every process is a new
+    interpreter."""
 
     host_address = LOOPBACK
+    """The address of this machine, as its own processes reach it."""
 
     def __init__(self, forks: ForkServer | None = None) -> None:
         self._forks = forks
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """See :class:`~headrace.launch.child.Starter`."""
+        """Open the sockets of the process ``spec``, and start it. Return the peer that communicates with it, and the
+        process, which has not loaded anything yet. Raises :class:`~headrace.base.errors.RunError` if the operating
+        system refuses."""
         channel = ControllerChannel(site.directory, spec.name, controller.Message)
         peer = spec.make_peer(channel)
         log = site.logs / f"{spec.name}.log"
@@ -122,13 +128,19 @@ class LocalStarter:
 
 
 class LocalProcess:
-    """A process of this machine; see :class:`~headrace.launch.child.Process`."""
+    """A process of the run on this machine (:class:`~headrace.launch.child.Process`).
+
+    ``lifeline`` is the descriptor of this end of the pipe that keeps it alive; ``kept`` says that a supervisor is its
+    parent; ``memory`` is the shared-memory file that belongs to it, ``None`` for none.
+    """
 
     node = ""
+    """The address of its machine: always empty, which means this machine."""
 
     def __init__(
         self, process: SpawnedProcess, lifeline: int, *, kept: bool = False, memory: Lease | None = None
     ) -> None:
+        """Take over ``process``, which has been started. The other arguments are described at the class."""
         self._process = process
         self._lifeline = lifeline
         self._kept = kept
@@ -137,11 +149,12 @@ class LocalProcess:
 
     @property
     def pid(self) -> int:
+        """The process id of the process that was started, which is the supervisor of a kept one."""
         return self._process.pid
 
     @property
     def working_pid(self) -> int:
-        """Return the pid of the process that does the work. Under a supervisor it is a grandchild of the process that
+        """The process id of the process that does the work. Under a supervisor it is a grandchild of the process that
         was started; until that exists, it is the started one."""
         if not self._kept:
             return self.pid
@@ -152,13 +165,16 @@ class LocalProcess:
 
     @property
     def returncode(self) -> int | None:
+        """The exit code, negative for a signal; ``None`` while the process runs."""
         return self._process.returncode
 
     @property
     def accepts_shutdown(self) -> bool:
+        """Whether the process ends by itself when it is ordered to shut down; a kept one is ended by its supervisor."""
         return not self._kept
 
     async def wait(self) -> int:
+        """Wait until the process has ended, and return its exit code."""
         return await self._process.wait()
 
     async def kill(self) -> None:
@@ -170,26 +186,33 @@ class LocalProcess:
         await self.wait()
 
     async def computed_s(self) -> float:
+        """Return the seconds of processor time that the working process has used or waited for."""
         return computed_s(self.working_pid)
 
     async def halted(self) -> str:
+        """Return what has stopped the process or one that it has started, such as ``is stopped (SIGSTOP…)``; empty if
+        nothing has."""
         found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
         return found.get(self.working_pid) or found.get(self.pid, "")
 
     def ending(self) -> str:
+        """Return how the process ended, in words that follow its name. It must have ended."""
         assert self.returncode is not None
         return exit_words(self.returncode)
 
     def last_lines(self, log: Path) -> list[str]:
+        """Return the lines of the file ``log``, to which the process wrote."""
         return lines_of(log)
 
     def close(self) -> None:
+        """Close the lifeline of the process, which has ended, and remove its shared-memory file."""
         os.close(self._lifeline)
         if self._memory is not None:
             self._memory.end()
 
     async def _ask_supervisor(self) -> None:
-        """Order the supervisor to end the process with everything it started, and then itself."""
+        """Order the supervisor to end the process with everything that it started, and then itself, and wait for that
+        up to :data:`KEEPER_S`."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
@@ -200,7 +223,8 @@ class LocalProcess:
 async def start_process(
     name: str, briefing: Briefing, resources: ProcessResources, forks: ForkServer | None = None
 ) -> LocalProcess:
-    """Start a process of this machine that does what its briefing says. Raises ``OSError`` if the operating system
+    """Start the process ``name`` on this machine, which does what ``briefing`` says, and return it. An engine or a
+    learner is forked from ``forks``, if there is such a fork server. Raises ``OSError`` if the operating system
     refuses."""
     start, memory = briefing.start, None
     if isinstance(start, EngineStart) and start.own_weights:
@@ -219,7 +243,8 @@ async def start_process(
 async def _spawn(
     name: str, start: Start, resources: ProcessResources, forks: ForkServer | None
 ) -> tuple[SpawnedProcess, int]:
-    """Start the process as a fork or as a new interpreter. Return it with our end of its lifeline."""
+    """Start the process ``name`` as a fork, if ``forks`` is there and the role allows it, or as a new interpreter.
+    Return it, and the descriptor of this process's end of its lifeline."""
     with resources.log.open("ab") as output:
 
         async def new(lifeline: int) -> SpawnedProcess:
@@ -235,6 +260,7 @@ async def _spawn(
             server, more = forks, {**part_environment(resources.num_threads), **extra_environment(start)}
 
             async def fork(lifeline: int) -> SpawnedProcess:
+                """Let the fork server fork the part, with its end of the pipe ``lifeline`` and its log."""
                 return await server.fork(name, str(resources.directory), more, (lifeline, output.fileno()))
 
             with contextlib.suppress(ForkServerLost):
@@ -245,9 +271,9 @@ async def _spawn(
 async def _spawn_with_lifeline(
     make: Callable[[int], Awaitable[SpawnedProcess]], token: str
 ) -> tuple[SpawnedProcess, int]:
-    """Call ``make`` with one end of a new pipe, and return the process and the other end. The process lives only while
-    that end is open. The run's token is the first thing that goes through the pipe, and the process removes it by
-    reading."""
+    """Start a process by calling ``make`` with the descriptor of one end of a new pipe, its lifeline. Return the
+    process and the descriptor of the other end: the process lives only while that is open. The run's secret ``token``
+    is the first thing that goes through the pipe; the process reads it from there."""
     theirs, ours = os.pipe()
     try:
         write_token(ours, token)
@@ -260,15 +286,19 @@ async def _spawn_with_lifeline(
 
 
 def _keep(start: Start) -> ResourceLimits | None:
+    """Return the limits of the resources of a worker that runs user code; ``None`` for other processes, or without
+    limits."""
     return start.keep if isinstance(start, ScorerStart | EnvironmentStart) else None
 
 
 def _is_kept(keep: ResourceLimits | None) -> bool:
+    """Return whether a process with the limits ``keep`` gets a supervisor, which enforces them: only on Linux."""
     return keep is not None and sys.platform == "linux"
 
 
 def _program(directory: Path, name: str, keep: ResourceLimits | None, lifeline: int) -> list[str]:
-    """Return the command line of the process itself or, where it has resource limits, of its supervisor."""
+    """Return the command line of the process ``name`` or, where it has resource limits, of its supervisor, which starts
+    it. ``directory`` has its briefing, and ``lifeline`` is the descriptor of its end of the lifeline."""
     program = [sys.executable, "-m", "headrace.launch.hosts.main", str(directory), name, str(lifeline)]
     if keep is None or not _is_kept(keep):
         return program

@@ -1,4 +1,5 @@
-"""The order that a session gives a launcher, and the launched run that it gets back."""
+"""The order that a session (the code that runs one training or evaluation) gives a launcher, and the launched run that
+it gets back. A *part* is one process of the run."""
 
 from __future__ import annotations
 
@@ -38,14 +39,14 @@ class TeacherOrder:
     model: ModelConfig
     """The model whose weights the engine serves."""
     max_context: int
-    """Number of tokens that a sequence may have which the teacher reads."""
+    """The longest sequence that the teacher may be asked to read, in tokens."""
     config: TeacherCallConfig
     """The limits of the calls, and what a call returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchOrder:
-    """Everything that a launcher needs to know of a run."""
+    """The order for a launcher: everything that it needs to know of a run to start its processes."""
 
     model: ModelConfig
     """The model with which the run began. Engines load it whenever they start, since its directory does not change;
@@ -104,9 +105,10 @@ class ComponentStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The status of one process of the run, for ``headrace status``."""
 
     role: str
+    """The name of the process, such as ``engine-0`` or ``learner``."""
     pid: int
     state: str
-    """``starting``, ``ready`` or ``ended``."""
+    """``starting``, ``ready``, ``ended``, or why the process is halted."""
     version: int | None
     """The version of its weights; ``None`` for a part without weights."""
     device: str = ""
@@ -122,6 +124,7 @@ class LaunchedRun:
     """The launched parts of a run, and access to the state of their processes."""
 
     parts: Components
+    """The parts as the controller uses them."""
     components: Callable[[], list[ComponentStatus]]
     """Returns the status of every process."""
     send_warnings_to: Callable[[Callable[[str], None]], None]

@@ -1,4 +1,6 @@
-"""The processes of a run: the briefing of each, and the directories and shared memory that they use together."""
+"""The processes of a run: the settings (briefing) that each starts with, and the directories and shared memory that
+they use together. A process is started as a *child*, with a *peer*: the controller's end of the conversation with
+it."""
 
 from __future__ import annotations
 
@@ -49,12 +51,15 @@ from headrace.sync.config import Route, RunPlaces
 
 @dataclass(slots=True, kw_only=True)
 class Processes:
-    """Starts the processes of one run and keeps a list of them."""
+    """The processes of one run: the object that starts them, from the settings of ``order``, and keeps a list of
+    them."""
 
     site: Rendezvous
+    """The directories, the token and the receiver of spans that all of them share."""
     starter: Starter
     """Starts each process, on a machine of its choice."""
     order: LaunchOrder
+    """The description of the run, from the session."""
     weights: Path
     """The shared-memory file that weights pass through."""
     children: list[Child] = field(default_factory=list)
@@ -62,31 +67,35 @@ class Processes:
     num_scorers: int = 0
     """Number of scoring workers that were started, including those that have been replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """The columns that every row has, for each component of the reward, by its label."""
+    """The columns of the dataset that a component of the reward can rely on, by the label of the component; see
+    :func:`~headrace.rollout.scoring.fit.columns_for`."""
     num_environments: int = 0
     """Number of environment workers that were started, including those that have been replaced."""
 
     def engines(self, *, own_weights: bool = False) -> Engines:
-        """Return the engines of the policy, which are not started yet. With ``own_weights`` each serves the weights of
-        the model directory."""
+        """Return the supervisor of the policy's engines, which are not started yet. With ``own_weights`` each serves
+        the weights of the model directory, and gets none from a learner."""
         return self._engines(engine_names(self.order.engine.count), self.order.model, own_weights=own_weights)
 
     def agents(self) -> dict[str, Engines]:
-        """Return one engine for each agent with weights of its own, by name; they are not started yet."""
+        """Return the supervisor of one engine for each agent with weights of its own, by the agent's name; they are not
+        started yet."""
         return {
             name: self._engines((f"agent-{name}",), model, own_weights=True)
             for name, model in self.order.agents.items()
         }  # fmt: skip
 
     def teachers(self) -> dict[str, Engines]:
-        """Return one engine for each teacher that needs one, by name; they are not started yet."""
+        """Return the supervisor of one engine for each teacher that needs one, by the teacher's name; they are not
+        started yet."""
         return {
             name: self._engines((teacher_role(name),), teacher.model, own_weights=True)
             for name, teacher in self.order.teachers.items()
         }
 
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
-        """Return the supervisor of a set of engines that share one model."""
+        """Return the supervisor of the engines ``names``, which serve the same ``model``; none is started yet. With
+        ``own_weights`` they serve the weights of its directory as version 0, else those that the learner sends."""
         order = self.order
         config = SupervisionConfig(
             rolling=order.sync.rolling,
@@ -156,6 +165,7 @@ class Processes:
         return child.peer
 
     def _engine_names(self) -> tuple[str, ...]:
+        """Return the names of all engines of the run: those of the policy, then of the agents, then of the teachers."""
         order = self.order
         others = (*(f"agent-{agent}" for agent in order.agents), *map(teacher_role, order.teachers))
         return (*engine_names(order.engine.count), *others)
@@ -174,33 +184,39 @@ class Processes:
         return Lending(activity_file=str(board), place=place, shares=shares)
 
     def _learner_on(self, rank: int) -> dict[str, Any]:
+        """Return the settings of the learner, as JSON data, with the device of ``rank``."""
         config = self.order.learner.model_copy(update={"device": self.order.devices.learner[rank]})
         return config.model_dump(mode="json")
 
     async def start_scorer(self, reward: AnyReward) -> Child:
-        """Start a scoring worker for one component of the reward."""
+        """Start a worker that scores one component of the reward, within the limits of ``env.reward_memory_mb`` and
+        ``env.reward_processes``. It gets the columns of a row that the component can rely on."""
         env = self.order.env
-        keep = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
+        limits = ResourceLimits(memory_bytes=(env.reward_memory_mb or 0) << 20, processes=env.reward_processes)
         if reward.label not in self.columns:
             self.columns[reward.label] = tuple(sorted(columns_for(reward, [*self.order.tasks, *self.order.eval_tasks])))
-        start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=keep)
+        start = ScorerStart(reward=reward.model_dump(mode="json"), columns=self.columns[reward.label], keep=limits)
         name = f"scorer-{self.num_scorers}"
         self.num_scorers += 1
         self._forget_replaced()
-        return await self._start(name, start, 1, partial(self._foreign_peer, name))
+        return await self._start(name, start, num_threads=1, make_peer=partial(self._foreign_peer, name))
 
     async def start_environment(self, start: EnvironmentStart, elsewhere: Starter | None = None) -> Child:
-        """Start an environment worker, on a machine that has joined if ``elsewhere`` is its starter."""
+        """Start an environment worker with the settings ``start``. ``elsewhere`` is the starter of a machine that has
+        joined the run; ``None``: it is started as all other processes are."""
         name = f"environment-{self.num_environments}"
         self.num_environments += 1
         self._forget_replaced()
-        return await self._start(name, start, 1, partial(self._env_peer, name), elsewhere)
+        make_peer = partial(self._env_peer, name)
+        return await self._start(name, start, num_threads=1, make_peer=make_peer, elsewhere=elsewhere)
 
     def _forget_replaced(self) -> None:
+        """Remove the processes that have ended and were replaced from the list of the run's processes."""
         self.children = [child for child in self.children if not child.closed]
 
     def _route(self) -> Route:
-        """Return how weights travel in this run."""
+        """Return the route by which weights travel from the learner to the engines: the transport with its addresses
+        and deadline."""
         places = RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
         return self.order.sync.route(places, self.order.version_bytes)
 
@@ -229,7 +245,8 @@ class Processes:
         return {child.role: child.peer.ready.result().facts for child in parts if child.peer.ready.done()}
 
     async def end(self) -> None:
-        """End all processes."""
+        """Order all processes to shut down, and wait until they have ended; those that do not end in time are
+        killed."""
         ends = [child.end(Shutdown()) for child in self.children]
         await asyncio.gather(*ends)
 
@@ -241,28 +258,34 @@ class Processes:
         make_peer: Callable[[ControllerChannel], Peer],
         elsewhere: Starter | None = None,
     ) -> Child:
-        """Start a process and keep it among the run's children. ``elsewhere`` starts it on another machine."""
+        """Start the process ``name`` with the settings ``start``, add it to the list, and return it. ``make_peer``
+        makes its peer from its channel. ``elsewhere`` is the starter of another machine; ``None``: the run's own."""
         spec = ProcessSpec(name=name, start=start, num_threads=num_threads, make_peer=make_peer)
         child = await Child.start(self.site, spec, elsewhere or self.starter)
         self.children.append(child)
         return child
 
     def _rank_client(self, name: str, channel: ControllerChannel) -> RankClient:
+        """Return the peer of a rank of the learner other than rank 0."""
         return RankClient(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _foreign_peer(self, name: str, channel: ControllerChannel) -> ForeignPeer:
+        """Return the peer of a scoring worker, whose messages are not trusted since it runs user code."""
         return ForeignPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _env_peer(self, name: str, channel: ControllerChannel) -> Peer:
+        """Return the peer of an environment worker."""
         return EnvPeer(name, channel, token=self.site.token, on_spans=self.site.on_spans)
 
     def _engine_client(self, name: str, channel: ControllerChannel) -> EngineClient:
+        """Return the peer of the engine ``name``. It waits for the answer to an order as long as the transfer of one
+        version may take."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         on_spans = in_lane(name, self.site.on_spans)
         return EngineClient(name, channel, token=self.site.token, on_spans=on_spans, deadline_s=deadline_s)
 
     def _learner_client(self, channel: ControllerChannel) -> LearnerClient:
-        """Return the controller's side of a learner that is connected by ``channel``."""
+        """Return the peer of rank 0 of the learner."""
         deadline_s = self.order.sync.longest_s(self.order.version_bytes)
         return LearnerClient(
             "learner", channel, token=self.site.token, on_spans=self.site.on_spans, deadline_s=deadline_s
@@ -270,7 +293,7 @@ class Processes:
 
 
 def teacher_role(name: str) -> str:
-    """Return the role of a teacher's engine.
+    """Return the name of the engine process of the teacher ``name``; the name is empty for a run's only teacher.
 
     >>> teacher_role(""), teacher_role("math")
     ('teacher', 'teacher-math')
@@ -279,7 +302,8 @@ def teacher_role(name: str) -> str:
 
 
 def _version(peer: Peer) -> int | None:
-    """Return the version of the weights that a part holds; ``None`` for a part without weights."""
+    """Return the version of the weights that the engine or the learner behind ``peer`` holds; ``None`` for a part
+    without weights."""
     match peer:
         case EngineClient():
             return peer.stats().version
@@ -289,6 +313,8 @@ def _version(peer: Peer) -> int | None:
 
 
 def _device(peer: Peer) -> str:
+    """Return the device on which a part computes, as it reported when it became ready; empty if it is not ready or
+    reports none."""
     ready = peer.ready
     is_ready = ready.done() and not ready.cancelled() and ready.exception() is None
     return str(ready.result().facts.get("device", "")) if is_ready else ""
@@ -296,7 +322,8 @@ def _device(peer: Peer) -> str:
 
 def open_directories(order: LaunchOrder, leases: ExitStack) -> tuple[Rendezvous, Path]:
     """Make the directories, the token and the shared-memory file of a run, and remove those that killed runs left.
-    ``leases`` removes them at the end of the run."""
+    Return what all processes share, and the path of the file that weights pass through. ``leases`` removes both at the
+    end of the run. Raises :class:`~headrace.base.errors.RunError` if they cannot be made."""
     logs = order.run_dir / "logs"
     places = Path(tempfile.gettempdir()), shared_memory_root()
     try:

@@ -1,4 +1,4 @@
-"""The launcher of this machine."""
+"""The launcher ``local``, which starts all processes of a run on this machine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 @asynccontextmanager
 async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
-    """Open the starter of processes on this machine. If the order has a fork server, processes are forked from it."""
+    """Yield the starter of processes on this machine, for the run that ``order`` describes. If the order has a fork
+    server, its messages are received within this context, and engines and learners are forked from it."""
     from headrace.launch.local_process import LocalStarter
 
     if order.forks is None:
@@ -28,4 +29,4 @@ async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
 
 
 LOCAL = Launcher(starting=_here)
-"""Processes of this machine."""
+"""The launcher that ``launch.kind = "local"`` names."""

@@ -1,4 +1,6 @@
-"""The briefing of a process: everything that it needs to know at its start, in one JSON file that it reads once."""
+"""The briefing of a process of a run: everything that it needs to know at its start, in one JSON file that the launcher
+writes and the process reads once. There is one class of settings for each role: engine, learner, scorer,
+environment."""
 
 from __future__ import annotations
 
@@ -42,10 +44,13 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The settings of an engine process."""
 
     model: dict[str, Any]
+    """The section ``[model]`` as JSON data."""
     engine: dict[str, Any]
+    """The settings of this one engine, from ``[engine]``, as JSON data."""
     max_context: int
     """The number of tokens that prompt and completion may have together."""
     num_threads: int
+    """The number of cores that it computes with."""
     lending: Lending | None = None
     """The cores that the engine may borrow; ``None``: it computes with its own cores alone."""
     route: Route = Route()
@@ -76,7 +81,9 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     model: dict[str, Any]
     """The model section with which the run began; snapshots copy the tokenizer from there."""
     learner: dict[str, Any]
+    """The section ``[learner]``, with the device of this rank, as JSON data."""
     algo: dict[str, Any]
+    """The section ``[algo]`` as JSON data."""
     temperature: float
     """The sampling temperature of the engine, at which the learner computes log π."""
     total_steps: int
@@ -86,6 +93,7 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     route: Route
     """The way by which the weights are sent to the engines."""
     num_threads: int
+    """The number of cores that this rank computes with."""
     lending: Lending | None = None
     """The cores that the learner may borrow; ``None``: it computes with its own cores alone."""
     rank: int = 0
@@ -174,5 +182,5 @@ def write_briefing(path: Path, briefing: Briefing) -> None:
 
 
 def read_briefing(path: Path) -> Briefing:
-    """Read the briefing of this process."""
+    """Read the briefing in the file ``path``, which the launcher wrote for this process."""
     return msgspec.json.decode(path.read_bytes(), type=Briefing)

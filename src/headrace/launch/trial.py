@@ -1,4 +1,5 @@
-"""Environment workers for checks, outside a run."""
+"""Environment workers for the check of an environment, outside a run: the same processes and the same pool, without a
+learner or an engine."""
 
 from __future__ import annotations
 
@@ -24,8 +25,9 @@ from headrace.launch.starts import EnvironmentStart
 async def trial_pool(
     start: EnvironmentStart, config: EnvPoolConfig, warn: Callable[[str], None]
 ) -> AsyncIterator[EnvPool]:
-    """Start a pool of workers like that of a run. When the context ends, the workers, their logs and everything they
-    started are removed."""
+    """Start a pool of environment workers like that of a run, and yield it when they are ready. ``start`` has the
+    settings of each worker; ``warn`` receives warnings for the user. When the context ends, the workers, their logs and
+    everything that they started are removed."""
     with tempfile.TemporaryDirectory(prefix="headrace-check-") as directory:
         site = Rendezvous(
             directory=Path(directory), logs=Path(directory), token=secrets.token_hex(32), on_spans=lambda _: None
@@ -55,4 +57,6 @@ async def trial_pool(
 
 
 def _listening(warn: Callable[[str], None]) -> AbstractAsyncContextManager[EpisodeEndpoint]:
+    """Open the endpoint at which programs of the environment ask the scripted policy over HTTP. ``warn`` receives
+    warnings about the sampling parameters of their requests."""
     return open_endpoint()(Sampling(max_new_tokens=1024), clock=RealClock(), warn=warn)

@@ -21,6 +21,8 @@ from typing import Protocol
 import psutil
 
 from headrace.base.clock import OWN_STANDSTILL_S, Clock, off_loop
+from headrace.base.types.observation import Cause
+from headrace.base.types.trace import Span
 from headrace.control.board import STOPPED_PATIENCE, Standstill
 from headrace.launch.child import Child
 from headrace.launch.clients import RankClient
@@ -49,20 +51,22 @@ BUSY_SHARE = 0.2
 class SendWarning(Protocol):
     """A function that receives the warnings of :class:`Vitals`."""
 
-    def __call__(self, text: str, *, kind: str = "") -> None:
-        """Receive a message. Warnings of the same ``kind`` differ only in their figures; ``kind`` is empty for good
-        news."""
+    def __call__(self, text: str, *, kind: str, over: bool = False) -> None:
+        """Receive a warning. Those of the same ``kind`` differ only in their figures; ``over`` is the news that the
+        cause of the latest one has passed."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _StopRecord:
-    """A record of a process that is stopped."""
+    """The record of a process that a signal or a debugger has stopped."""
 
     words: str = ""
     """The reason why it is stopped."""
     since_s: float = 0.0
     """The time at which that was first seen, on the clock."""
+    recorded_s: float = 0.0
+    """The time up to which it is recorded in the trace."""
     warned: bool = False
     """Whether users have been warned."""
 
@@ -85,21 +89,28 @@ class _WorkRecord:
     """The time of its last sign of work."""
     warned: str = ""
     """The unit about which users have been warned; empty: there was no warning."""
+    kind: str = ""
+    """The kind of that warning."""
     standstill: str = ""
     """A description of the standstill, where it gives no sign of work."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Vitals:
-    """Watches the processes of one run and warns of those that make no progress."""
+    """The supervision of one run's processes: it checks them at intervals and warns of those that make no progress. It
+    never ends a process."""
 
     children: Callable[[], Sequence[Child]]
     """Returns the processes of the run."""
     timeout_s: float
     """``run.stall_timeout_s``, in seconds; warnings are sent before it has passed."""
+    start_timeout_s: float
+    """``launch.start_timeout_s``, in seconds, which limits the start of a run."""
     clock: Clock
     warn: SendWarning
     """Receives the warnings."""
+    on_span: Callable[[Span], None]
+    """Receives the times in which a process was stopped, as spans of the lane ``stopped`` with the process's name."""
     others: Callable[[], dict[str, int]] = dict
     """Returns the pids, by name, of processes on this machine that are not among the children."""
     num_work_signs: int = 0
@@ -109,7 +120,8 @@ class Vitals:
     _remote_checked_s: float = float("-inf")
 
     def standstills(self) -> list[Standstill]:
-        """Return the processes that make no progress."""
+        """Return descriptions of the processes that make no progress now: those that are stopped, and learners that
+        neither compute nor read or write. The stall watchdog names them."""
         stopped = [
             Standstill(words=self._in_words(name, pid, stop), stopped=True)
             for (name, pid), stop in self._stops.items()
@@ -138,8 +150,15 @@ class Vitals:
                 self._exclude_own_standstill(late_s)
 
     def _exclude_own_standstill(self, late_s: float) -> None:
-        """Shift all times by ``late_s``, for which the controller's own process stood still, so that no other process
-        is blamed for them."""
+        """Shift all times of the records by the ``late_s`` seconds for which the controller's own process stood still,
+        so that no other process is blamed for them, and warn of it if it was long."""
+        now_s = self.clock.now()
+        self.on_span(Span(lane=Cause.STOPPED, name=Cause.CONTROLLER, start_s=now_s - late_s, end_s=now_s))
+        if late_s >= WARN_STOPPED_S:
+            self.warn(
+                f"the controller stood still for {late_s:.0f} s: it was stopped (SIGSTOP, Ctrl-Z), or had no processor",
+                kind="the controller stood still",
+            )
         for child, work in self._works.items():
             assert isinstance(child.peer, RankClient)
             child.peer.heard_s += late_s
@@ -150,7 +169,8 @@ class Vitals:
     # -- stopped ----------------------------------------------------------------------------------------------------
 
     async def _check_stopped(self, children: Sequence[Child]) -> None:
-        """Find processes that a signal or a debugger has stopped, on this machine and, less often, on others."""
+        """Find processes that a signal or a debugger has stopped, on this machine and, less often, on others; store the
+        reason in each child's peer (``halted``), and report."""
         near = [child for child in children if not child.node]
         others = self.others()
         halted = await off_loop(_halted, near, others.values()) if near or others else {}
@@ -167,32 +187,49 @@ class Vitals:
 
     def _report_stops(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
         """Warn of processes that have been stopped for some time, and report when they continue or end. ``found`` has
-        the stopped ones, by name and pid."""
+        the reasons of the stopped ones, by name and pid; ``alive`` has the names and pids of all processes that have
+        not ended."""
         now_s = self.clock.now()
         for (name, pid), stop in list(self._stops.items()):
             if (name, pid) not in found:
                 del self._stops[name, pid]
+                self._record_stop(name, stop)
                 if stop.warned:
                     now = "continues" if (name, pid) in alive else "has ended"
-                    self.warn(f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}")
+                    self.warn(
+                        f"{name} (pid {pid}) was stopped for {now_s - stop.since_s:.0f} s, and {now}",
+                        kind=_stop_kind(name),
+                        over=True,
+                    )
         for who, words in found.items():
-            stop = self._stops.setdefault(who, _StopRecord(words=words, since_s=now_s))
+            stop = self._stops.setdefault(who, _StopRecord(words=words, since_s=now_s, recorded_s=now_s))
+            self._record_stop(who[0], stop)
             if not stop.warned and now_s - stop.since_s >= min(WARN_STOPPED_S, WARN_SHARE * self.timeout_s):
                 stop.warned = True
                 self.warn(
                     f"{self._in_words(*who, stop)}: it does nothing until it continues; where nothing else moves, the "
                     f"run ends after {STOPPED_PATIENCE * self.timeout_s:g} s, {STOPPED_PATIENCE} times "
-                    "run.stall_timeout_s",
-                    kind=f"{who[0]} is stopped",
+                    f"run.stall_timeout_s, and a start after {self.start_timeout_s:g} s, launch.start_timeout_s",
+                    kind=_stop_kind(who[0]),
                 )
 
+    def _record_stop(self, name: str, stop: _StopRecord) -> None:
+        """Send the time for which the process ``name`` has been stopped since the last check as a span to the event
+        trace, so that a run that ends meanwhile has it too."""
+        now_s = self.clock.now()
+        if now_s > stop.recorded_s:
+            self.on_span(Span(lane=Cause.STOPPED, name=name, start_s=stop.recorded_s, end_s=now_s))
+            stop.recorded_s = now_s
+
     def _in_words(self, name: str, pid: int, stop: _StopRecord) -> str:
+        """Return a description of a stopped process: its name, its pid, the reason and for how many seconds."""
         return f"{name} (pid {pid}) {stop.words}, for {self.clock.now() - stop.since_s:.0f} s"
 
     # -- at work ----------------------------------------------------------------------------------------------------
 
     async def _check_work(self, ranks: Sequence[Child]) -> None:
-        """Count the signs of work of a learner's ranks, and warn of the ranks that give none."""
+        """Look at the work of all ranks of a learner, and report those that hang or are far too slow. While one rank
+        works or is stopped, the others wait for it, so they do not count as hanging."""
         self._works = {child: work for child, work in self._works.items() if child in ranks}
         for child in ranks:
             await self._observe(child)
@@ -229,6 +266,7 @@ class Vitals:
 
     @property
     def _warn_after_s(self) -> float:
+        """Seconds without a sign of work, or without a heartbeat, after which users are warned."""
         return WARN_SHARE * self.timeout_s
 
     async def _used(self, child: Child) -> float:
@@ -242,7 +280,8 @@ class Vitals:
         return used
 
     def _report_stuck(self, child: Child, work: _WorkRecord, *, hangs: bool) -> None:
-        """Warn of a unit that takes far too long; ``hangs``: no rank has given a sign of work for long."""
+        """Warn, once for each unit of work, if a rank of the learner hangs or its unit takes far longer than usual.
+        ``hangs`` says that no rank has given a sign of work for long; then its standstill is recorded too."""
         assert isinstance(child.peer, RankClient)
         report, now_s = child.peer.working, self.clock.now()
         assert report is not None
@@ -260,33 +299,40 @@ class Vitals:
         if work.warned or not (work.standstill or (work.busy and unit_s >= long_s)):
             return
         work.warned = report.what or "an order"
+        work.kind = f"{child.role} {'hangs' if work.standstill else 'is slow'}"
         if work.standstill:
             self.warn(
                 f"{work.standstill}: it hangs, or waits for something outside; where nothing else moves either, "
                 f"run.stall_timeout_s={self.timeout_s:g} ends the run; look at logs/{child.role}.log",
-                kind=f"{child.role} hangs",
+                kind=work.kind,
             )
         else:
-            self.warn(
-                f"{at}, far longer than usual; it computes, so the run waits for it", kind=f"{child.role} is slow"
-            )
+            self.warn(f"{at}, far longer than usual; it computes, so the run waits for it", kind=work.kind)
 
     def _report_resumed(self, child: Child, work: _WorkRecord) -> None:
-        """Tell the user that a part which had been reported as standing still continues, and how long it stood
-        still."""
+        """Tell the user that a rank of the learner of which a warning was sent continues, and how long its unit of work
+        took; forget the warning."""
         if work.warned:
             took_s = self.clock.now() - work.unit_started_s
-            self.warn(f"{child.role} (pid {child.pid}) continues: {work.warned} took {took_s:.0f} s")
+            text = f"{child.role} (pid {child.pid}) continues: {work.warned} took {took_s:.0f} s"
+            self.warn(text, kind=work.kind, over=True)
         work.warned = work.standstill = ""
 
 
 def _halted(near: Sequence[Child], others: Collection[int]) -> dict[int, str]:
-    """Return, by pid, why processes of this machine are halted."""
+    """Return why processes of this machine are stopped, by pid: the processes ``near`` and those with the pids
+    ``others``. Processes that are not stopped are left out."""
     return halted_below([*others, *(pid for child in near for pid in (child.pid, child.working_pid))])
 
 
+def _stop_kind(name: str) -> str:
+    """Return the kind, which groups repeated warnings, of the warnings that the process ``name`` is stopped."""
+    return f"{name} is stopped"
+
+
 def _state(child: Child) -> str:
-    """Return the state of the process, as the operating system names it."""
+    """Return the state of the process as the operating system names it, ``gone`` if it has ended, or the machine for a
+    process on another one."""
     if child.node:
         return f"on {child.node}"
     try:

@@ -19,7 +19,9 @@ class Publication:
     """A snapshot of the weights that is being published to the engines."""
 
     version: int
+    """Version of the weights."""
     slot: int
+    """Number of the shared buffer that holds the copy."""
     exposed_s: float
     """Seconds that training stood still for the copy."""
 
@@ -35,6 +37,7 @@ class LearnerContext:
     model_dir: Path
     """Directory with the files of the tokenizer, which are copied into every snapshot."""
     clock: Clock
+    """Clock from which spans and durations are measured."""
     progress: Progress = field(default_factory=lambda: Progress(RealClock()))
     """Receives the unit of work that the learner is at."""
 
@@ -44,7 +47,8 @@ class Learner(Protocol):
     made: a step may be requested while the step before it is being computed."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """Make one optimizer step: forward and backward passes over micro-batches, gradient clipping, update."""
+        """Make one step of the batch, forward and backward passes over micro-batches, gradient clipping and update, and
+        return its metrics and token counts."""
         ...
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
@@ -53,11 +57,13 @@ class Learner(Protocol):
         ...
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Copy the weights of ``version`` into shared buffer ``slot``, and return as soon as training may continue."""
+        """Copy the weights of ``version`` into the shared buffer number ``slot``, from which engines read them, and
+        return as soon as training may continue."""
         ...
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Wait until the snapshot is hashed and can be staged, and return its announcement."""
+        """Wait until the snapshot is hashed and can be staged by engines, and return the message that announces it to
+        them."""
         ...
 
     async def resend(self, publication: Publication) -> WeightUpdate:

@@ -52,12 +52,12 @@ class MixtureConfig(Section):
 
     @property
     def trains(self) -> bool:
-        """Return whether a loss is added."""
+        """Return whether a loss that balances the experts is added to that of every step."""
         return self.balance_coef > 0 or self.z_coef > 0
 
     @property
     def acts(self) -> bool:
-        """Return whether a loss is added or a bias is moved."""
+        """Return whether any of these settings has an effect: a loss is added, or a bias is moved."""
         return self.trains or self.bias_rate > 0
 
 
@@ -124,31 +124,33 @@ class LearnerConfig(Section):
 
     @property
     def policies(self) -> dict[str, PolicyConfig | OldConfig | TeacherConfig]:
-        """The policies that the learner computes, by the names of their settings."""
+        """The settings of the policies that the learner computes beside the trained one, by the names of their
+        settings."""
         named = {"reference": self.reference, "old": self.old, "teachers[0]": self.own_teacher}
         return {name: config for name, config in named.items() if config is not None}
 
     @property
     def own_teacher(self) -> TeacherConfig | None:
-        """The teacher that the learner computes; ``None`` if there is none."""
+        """The settings of the teacher that the learner computes itself; ``None`` if there is none, or each has an
+        engine."""
         return next((each for each in self.teachers if engine_of(each) is None), None)
 
     @property
     def served_teachers(self) -> dict[str, tuple[ServedTeacher, OwnEngine]]:
-        """The teachers with separate engines, by name."""
+        """The teachers with separate engines, by name: the settings of each teacher, and of its engine."""
         found = [(each, engine_of(each)) for each in self.teachers]
         return {engine.name: (each, engine) for each, engine in found if isinstance(each, ServedTeacher) and engine}
 
     def serving(self, columns: Iterable[str]) -> LearnerConfig:
-        """Return these settings with the default reference of a loss with a penalty, if ``columns`` contain
-        ``log_ref``."""
+        """Return these settings, completed for an objective that reads ``columns``: with the initial weights of the run
+        as the reference, if the objective reads ``log_ref`` and no reference is set."""
         if self.reference is not None or "log_ref" not in columns:
             return self
         return self.model_copy(update={"reference": Frozen()})
 
     @model_validator(mode="after")
     def _top_k_has_a_teacher(self) -> LearnerConfig:
-        """Refuse a number of entries of the teacher without a teacher."""
+        """Refuse a value of ``top_k``, which counts entries of a teacher, if there is no teacher."""
         if not self.teachers and self.top_k != type(self).model_fields["top_k"].default:
             raise ConfigError(
                 f"learner.top_k={self.top_k} has no effect without learner.teachers",
@@ -181,7 +183,7 @@ class LearnerConfig(Section):
 
     @model_validator(mode="after")
     def _floor_has_a_decay(self) -> LearnerConfig:
-        """Refuse a least learning rate for a schedule that does not decay."""
+        """Refuse ``min_lr_frac``, the end of a decay of the learning rate, for a schedule that does not decay."""
         if self.min_lr_frac and self.schedule == "constant":
             raise ConfigError(
                 f"learner.min_lr_frac={self.min_lr_frac} has no effect with learner.schedule='constant'",

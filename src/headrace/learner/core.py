@@ -69,6 +69,7 @@ class Update:
     lr: float
     """Learning rate of this update."""
     seconds: float
+    """Seconds that the update took."""
     damped: dict[str, float] = field(default_factory=dict)
     """The factor of the learning rate as a metric, if ``learner.damping`` is set."""
     biases: dict[str, float] = field(default_factory=dict)
@@ -94,6 +95,11 @@ class LearnerCore:
         context: LearnerContext,
         ranks: AnyRanks | None = None,
     ) -> None:
+        """Build the learner of ``model`` at version 0. ``objective`` is what each step minimises, ``context`` the other
+        settings of the run; ``ranks`` are the processes of which this is one, ``None`` for a single process.
+
+        Raises :class:`~headrace.base.errors.ConfigError` for settings with which nothing can be learned.
+        """
         refuse_settings(context.temperature)
         config = config.serving(objective.columns)
         self._ranks = ranks or SingleRank(model.device)
@@ -174,8 +180,9 @@ class LearnerCore:
         )
 
     def _train_several(self, batch: Batch) -> StepReport:
-        """Make all updates of the batch of one step and return their report. A step that fails in between has changed
-        the weights: the run continues from its last snapshot."""
+        """Make all updates that the objective makes of one batch (epochs × mini-batches), count them as one step, and
+        return its report. A step that fails in between has changed the weights: the run continues from its last
+        snapshot."""
         start_s = self._context.clock.now()
         self._refuse(batch)
         work, mass, dropped = self._prepare(batch)
@@ -220,7 +227,8 @@ class LearnerCore:
         )
 
     def _count_empty_step(self, batch: Batch) -> StepReport:
-        """Count a step without training, for a batch without samples."""
+        """Count a step without training, for a batch without samples, and return its report. The weights keep their
+        values under the next version's number, and auxiliary models follow it."""
         start_s = self._context.clock.now()
         self._refuse(batch)
         for model in self._auxiliary:
@@ -260,7 +268,8 @@ class LearnerCore:
         return self._damped_by(Gradient.of(tally, dropped, self._ended("forward_backward", start_s)))
 
     def _damped_by(self, gradient: Gradient) -> Gradient:
-        """Note by how much the batch of ``gradient`` lowers the learning rate of the next update."""
+        """Return ``gradient`` unchanged, after noting by how much its batch lowers the learning rate of the next
+        update."""
         if self._config.damping is not None:
             self._damping = min(self._damping, self._config.damping.factor(gradient.metrics))
         return gradient
@@ -308,8 +317,8 @@ class LearnerCore:
             )
 
     def finish(self) -> Gradient:
-        """Normalise the gradient after the last part was added. Raises :class:`~headrace.base.errors.RunError` if no
-        part had a loss token."""
+        """Normalise the gradient after the last part was added with :meth:`add`, and return its report, which covers
+        all parts. Raises :class:`~headrace.base.errors.RunError` if no part had a loss token."""
         parts, self._parts = self._parts or StepSums(tally=MicroBatchStats()), None
         parts.tally.join(self._ranks)
         if not parts.tally.trained_tokens:
@@ -335,8 +344,12 @@ class LearnerCore:
         return update
 
     def _update(self, *, first: bool = True, last: bool = True) -> Update:
-        """Clip the gradient and update the weights; auxiliary models follow the ``first`` and ``last`` update of a
-        step."""
+        """Clip the gradient, update the weights, and return what was done. ``first`` and ``last`` say whether it is the
+        first and the last update of a step: auxiliary models prepare before the first and follow after the last. The
+        version is increased by the caller.
+
+        Raises :class:`~headrace.base.errors.RunError` if the gradient is not finite, or memory is lacking.
+        """
         start_s = self._context.clock.now()
         with self._ranks.together():
             norms = self._optimizer.clip_norms(self._config.max_grad_norm)
@@ -425,13 +438,15 @@ class LearnerCore:
         self._files.restore_auxiliary(directory)
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return and forget the spans since the last call, for the trace."""
+        """Return the spans of time that were recorded since the last call, and forget them. The caller adds them to the
+        event trace."""
         spans = tuple(self._spans)
         self._spans.clear()
         return spans
 
     def _refuse(self, batch: Batch) -> None:
-        """Raise an error of the run for a batch of another step, or one that this learner cannot compute."""
+        """Raise :class:`~headrace.base.errors.RunError` for a batch of another step than the learner's, or one that the
+        model cannot compute, and :class:`~headrace.base.errors.ConfigError` for columns that nothing computes."""
         if batch.step != self._step:
             raise RunError(
                 f"the batch is of step {batch.step}, the learner is at step {self._step}",
@@ -442,15 +457,16 @@ class LearnerCore:
         refuse_unknown_agents(batch, self._forward.switch.agents)
 
     def _prepare(self, batch: Batch) -> tuple[StepWork, Tensor, dict[str, int]]:
-        """Return the work of this batch, the mass of its weights (by which they are not divided yet), and the number of
-        tokens that cannot carry loss, by reason."""
+        """Return the work of this batch with a weight for each token, the mass (the denominator of the reduction, by
+        which the weights are not divided yet), and the number of tokens that cannot carry loss, by reason."""
         mask, dropped = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         shares = self._objective.shares(layout(batch, mask))
         work = StepWork(batch=batch, mask_N=mask.numpy(), weights_N=shares.weights_N, old=self._objective.old)
         return work, shares.mass, {reason: int(count) for reason, count in dropped.items() if count}
 
     def _backward(self, work: StepWork, tally: MicroBatchStats) -> None:
-        """Add the gradient of all micro-batches; if one fails, the gradient is discarded."""
+        """Add the gradient of all micro-batches of ``work``, agent by agent, and their metrics to ``tally``; if one
+        fails, the whole gradient is discarded."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step), ExitStack() as undo:
             undo.callback(self._discard_gradients)
             tally.begin(work)
@@ -461,7 +477,8 @@ class LearnerCore:
             undo.pop_all()
 
     def _backward_agent(self, work: StepWork, tally: MicroBatchStats) -> None:
-        """Add up the gradients of all micro-batches of one agent's batch."""
+        """Add the gradients of all micro-batches of one agent, whose tokens ``work`` holds alone and whose adapter is
+        active, and their metrics to ``tally``."""
         start_s = self._context.clock.now()
         packed = self._forward.cut(work.batch, work.mask_N, pairs="pairs" in self._objective.columns)
         self._ended("pack", start_s)
@@ -474,8 +491,8 @@ class LearnerCore:
                 self._optimizer.collect()
 
     def _count_choices(self, work: StepWork, packed: list[MicroBatch]) -> None:
-        """Count which experts the routers choose for the tokens of the whole step, in a forward pass without gradients,
-        if the loss has a term that balances the load of experts."""
+        """Tell the mixture's balance loss which micro-batches follow (``packed``). If that loss needs it, count which
+        experts the routers choose for the tokens of the whole step, in a forward pass without gradients."""
         mixture = self._forward.mixture
         mixture.begin(packed)
         if not mixture.config.balance_coef:
@@ -505,6 +522,8 @@ class LearnerCore:
         tally.add(work, micro, result, output)
 
     def _logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
+        """Return log π ``[N]`` of the tokens in ``mask_N``, 0 elsewhere, in step with the other ranks; lack of memory
+        is raised as :class:`~headrace.base.errors.RunError`."""
         with self._ranks.together(), explained_out_of_memory(self._memory, self._step):
             return self._forward.logprobs(batch, mask_N)
 
@@ -517,7 +536,8 @@ class LearnerCore:
         self._parts, self._damping = None, 1.0
 
     def _select(self, work: StepWork) -> Tensor | None:
-        """Return the tokens that formulas select from the whole batch under the current weights."""
+        """Return which tokens of the whole batch each part of the objective selects under the current weights, ``[N,
+        P]`` bool for P parts; ``None`` if no part selects."""
         log_pi_N = torch.from_numpy(self._logprobs(work.batch, work.mask_N))
         return self._objective.prepare(work.inputs(MicroBatch.whole(work.batch.lengths_S), log_pi_N))
 
@@ -531,7 +551,8 @@ class LearnerCore:
 
 
 def nothing_to_learn(step: int, loss_tokens: int) -> RunError:
-    """Return the error for a batch in which no token can carry loss."""
+    """Return the error for a batch of ``step`` in which no token can carry loss; ``loss_tokens`` is the number of
+    tokens in its mask."""
     return RunError(
         f"no token of the batch of step {step} can carry loss: {loss_tokens} are in its mask, "
         "none of those has a finite engine logprob",

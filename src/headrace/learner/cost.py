@@ -15,8 +15,9 @@ CACHED_NUMBERS = 2**21
 
 
 def cost_of(model: PreTrainedModel, routed: RoutedModel | None) -> Cost:
-    """Return the cost of attention relative to everything else. A token is multiplied with every parameter that it
-    uses, and with each earlier token of its sample in every layer and head.
+    """Return the cost of attention relative to everything else, by which micro-batches are packed. A token is
+    multiplied with every parameter that it uses, and with each earlier token of its sample in every layer and head.
+    ``routed`` is the routing of a mixture of experts; ``None`` for a dense model.
 
     Per token there are 2 · parameters operations in the forward pass; per pair of a sample's T² (half of which
     causality hides) and layer 4 · heads · head size, so the cost of a pair is layers · heads · head size / parameters.

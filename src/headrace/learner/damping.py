@@ -37,7 +37,8 @@ class EssDamping(Section):
     """The ρ that leaves the rate as it is, and so does every larger one."""
 
     def factor(self, metrics: Mapping[str, float]) -> float:
-        """Return the factor of the learning rate for a batch with these metrics; 1 if no ratio is known.
+        """Return the factor, at most 1, by which the learning rate is multiplied for a batch with these metrics; 1 if
+        they do not contain the effective sample size, because no ratio π/μ is known.
 
         >>> EssDamping().factor({"ess_sequences": 0.25}), EssDamping(reference=0.5).factor({"ess_sequences": 0.6})
         (0.5, 1.0)

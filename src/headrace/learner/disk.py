@@ -29,7 +29,7 @@ _PIECE_BYTES = 1 << 22
 
 
 class Damaged(DataError):
-    """A file has changed since it was written."""
+    """The error that a file is missing or has changed since its checksum was written."""
 
 
 def checksum(path: Path) -> str:
@@ -59,7 +59,8 @@ def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
 
 
 def write_checksums(directory: Path, listed: Mapping[str, str]) -> None:
-    """Replace the file of checksums atomically."""
+    """Replace the file of checksums of ``directory`` atomically. ``listed`` are the hashes in hexadecimal, by path
+    within it."""
     text = "".join(f"{found}  {name}\n" for name, found in sorted(listed.items()))
     temporary = directory / f".{CHECKSUMS_FILE}.tmp"
     temporary.write_text(text, encoding="utf-8")
@@ -101,7 +102,8 @@ _REMEDY = f"copy it again from where it is whole; if you have changed it on purp
 
 
 def _difference(path: Path, expected: str | None) -> str:
-    """Return how a file differs from its checksum; empty if it does not."""
+    """Return how a file differs from its checksum ``expected``, in words; empty if it does not. ``None`` means that the
+    file of checksums has no line for it, which is a difference too."""
     if expected is None:
         return f"has no line in {CHECKSUMS_FILE} beside it: one of the two has changed since they were written"
     try:
@@ -130,6 +132,7 @@ def listed_checksums(directory: Path) -> dict[str, str]:
 
 
 def _name(directory: Path, path: Path) -> str:
+    """Return the path of a file within ``directory``, with slashes, as the file of checksums names it."""
     return path.relative_to(directory).as_posix()
 
 
@@ -163,10 +166,11 @@ def whole_or_nothing(directory: Path, num_bytes: int, free: FreeBytes = free_byt
         yield
         flush(directory)
     except (OSError, SafetensorError) as error:
+        left = free(directory.parent)  # before the files that were written are removed
         shutil.rmtree(directory, ignore_errors=True)
         raise CheckpointError(
-            f"snapshot {directory} cannot be written: {error}; it needs {num_bytes} bytes, "
-            f"{free(directory.parent)} are free there",
+            f"snapshot {directory} cannot be written: {error}; it needs about {num_bytes} bytes in all, "
+            f"{left} were free there when it failed",
             remedy=f"free space at {directory.parent} (df -h), keep fewer snapshots, or choose another run directory; "
             "the last whole snapshot is untouched",
         ) from error

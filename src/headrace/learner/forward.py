@@ -67,7 +67,8 @@ class ForwardResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The likeliest entries of a policy at each token of a batch, in host memory."""
+    """The K likeliest entries of a policy at each token of a batch, in host memory, as a distillation loss reads
+    them."""
 
     ids_NK: Tensor
     """Ids of the entries, in int32."""
@@ -76,7 +77,9 @@ class TopK:
 
 
 class Forward:
-    """The model of one learner, with the way in which its passes are computed."""
+    """The forward passes of one model over the tokens of a batch: how samples are cut into micro-batches, and how log
+    π, entropies and likeliest entries are computed from them. A learner owns one for the trained model, and one for
+    each separate auxiliary model."""
 
     def __init__(
         self,
@@ -88,6 +91,9 @@ class Forward:
         ranks: AnyRanks | None = None,
         progress: Progress | None = None,
     ) -> None:
+        """Prepare the passes of ``model``. Logits are divided by ``temperature``, that of the sampling;
+        ``entropy_gradient`` says whether entropies have a gradient. ``progress`` is told which micro-batch is being
+        computed; ``None``: nobody is told. ``ranks`` is ``None`` for a single process."""
         self._ranks = ranks or SingleRank(model.device)
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
@@ -126,7 +132,8 @@ class Forward:
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
 
     def refuse(self, batch: Batch) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute."""
+        """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute, such as one with
+        unknown tokens, or with samples that are too long."""
         refuse_unfit(batch, self._vocab_size, self._routed, self._packing.budget)
         refuse_rescaled(batch, self._limit)
 
@@ -144,7 +151,8 @@ class Forward:
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
     def _units(self, batch: Batch, samples: Index, *, pairs: bool) -> list[Unit]:
-        """Return the units of samples that stay together in one pass."""
+        """Return the chosen ``samples`` as units, samples that are computed in one pass: those that share a prefix,
+        where that saves enough tokens; all of a group with ``pairs``; otherwise each sample alone."""
         apart = groups_whole(batch, samples) if pairs else singly(samples)
         if not self._share:
             return apart
@@ -156,8 +164,9 @@ class Forward:
         return units if pays or self._share is True else apart
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> ForwardResult:
-        """Run one forward pass over ``micro``. The logits of a token come from the token before it. ``top_NK`` are the
-        entries of which log π is computed at each token, in host memory."""
+        """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π of its tokens in ``mask_N``
+        and their entropies. The logits of a token come from the token before it. ``top_NK`` are ids of further entries
+        of which log π is computed at each token, in host memory; ``None`` for none."""
         view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
         places_P = micro.places_M[view.places_P]
         with (
@@ -177,7 +186,7 @@ class Forward:
 
     @torch.no_grad()
     def logprobs(self, batch: Batch, mask_N: Mask) -> FloatColumn:
-        """Return log π ``[N]`` of the tokens in the mask; 0 elsewhere."""
+        """Return log π ``[N]`` of the tokens in the mask under the model's present weights; 0 elsewhere."""
         logprobs_N = np.zeros(batch.num_tokens, np.float32)
         for agent, own_N in self.by_agent(batch, mask_N):
             with self.switch.on(agent):
@@ -188,7 +197,8 @@ class Forward:
 
     @torch.no_grad()
     def top_entries(self, batch: Batch, mask_N: Mask, request: TopRequest) -> TopK:
-        """Return the likeliest entries at every token in the mask; 0 elsewhere."""
+        """Return the likeliest entries at every token in the mask, as many as ``request`` says, with their
+        log-probabilities; 0 elsewhere."""
         ids_NK = torch.zeros(batch.num_tokens, request.num, dtype=torch.int32)
         logs_NK = torch.zeros(batch.num_tokens, request.num)
         for agent, own_N in self.by_agent(batch, mask_N):
@@ -201,14 +211,15 @@ class Forward:
         return TopK(ids_NK=self._ranks.join_shares(ids_NK), logs_NK=self._ranks.join_shares(logs_NK))
 
     def _reported(self, packed: Sequence[MicroBatch], what: str) -> Iterator[MicroBatch]:
-        """Yield the micro-batches one after the other, and report each one as the current unit of work."""
+        """Yield the micro-batches one after the other, and report each one to the learner's progress as the current
+        unit of work. ``what`` names what is computed from them."""
         for number, micro in enumerate(packed, 1):
             with self._progress.at(what, f"{what} of micro-batch {number} of {len(packed)}"):
                 yield micro
 
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
-        """Yield the likeliest entries, and their logprobs, at the masked tokens of a micro-batch, gathered from all
-        ranks."""
+        """Return the ids of the likeliest entries at the masked tokens of a micro-batch, and their log-probabilities,
+        ``[M, K]`` each and gathered from all ranks; 0 outside the mask."""
         view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)
         with self._replaying(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
@@ -216,14 +227,16 @@ class Forward:
         return (view.join(column_PK) for column_PK in found)
 
     def _replaying(self, batch: Batch, view: RankView) -> AbstractContextManager[RoutingPass | None]:
-        """Let the model send tokens to the recorded experts within this context, if the batch has recorded routing."""
+        """Let the model send tokens to the recorded experts inside the ``with`` block, if the batch has recorded
+        routing. The block receives that replay; ``None`` if there is none."""
         if batch.routing is None or not len(view.rows_R):
             return nullcontext()
         assert self._replay is not None  # refused at intake
         return self._replay(batch.routing.take(view.rows_in_batch))
 
     def _probe(self) -> dict[str, Any]:
-        """Return inputs of two tokens, on which the model is split into trunk and head."""
+        """Return the keyword arguments of a forward pass over two tokens of id 0, on which :func:`split_model` tests
+        whether the model can be split into trunk and head."""
         attend = self._plan([2], self._ranks.device)
         ids_N = torch.zeros_like(attend.positions_N)
         return {"input_ids": ids_N[None], "position_ids": attend.positions_N[None], PLAN: attend}

@@ -41,9 +41,11 @@ Index = npt.NDArray[np.int64]
 
 
 class KeptEntries:
-    """The kept-sets of P tokens as tensors with one element for each entry."""
+    """The kept-sets of P tokens as tensors with one element for each entry, E in all. A token without entries was
+    sampled from the whole vocabulary."""
 
     def __init__(self, kept: KeptSets, device: torch.device) -> None:
+        """Take the entries of ``kept``, of P tokens, to ``device``."""
         self.sizes_P = torch.from_numpy(kept.sizes_T.astype(np.int64)).to(device)
         self.owners_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(device)
         self._ids_E = kept.ids_E.astype(np.int64)
@@ -51,7 +53,8 @@ class KeptEntries:
         self._ends_P = np.concatenate([[0], np.cumsum(kept.sizes_T)])
 
     def within(self, tokens: slice, entries: slice) -> tuple[Tensor, Tensor]:
-        """Return the entries that lie in a tile: their indices among all E, and their indices in the flattened tile."""
+        """Return the entries that lie in the tile of the ``tokens`` and the vocabulary ``entries``: their indices among
+        all E, and their indices in the flattened tile."""
         first, last = self._ends_P[tokens.start], self._ends_P[tokens.stop]
         ids = self._ids_E[first:last]
         inside: Index = np.flatnonzero((ids >= entries.start) & (ids < entries.stop))
@@ -61,7 +64,8 @@ class KeptEntries:
         return torch.from_numpy(first + inside).to(device), torch.from_numpy(flat).to(device)
 
     def log_sum(self, logits_E: Tensor) -> Tensor:
-        """Return the log-sum-exp over each token's entries, ``[P]``; −inf for a token without entries."""
+        """Return the log-sum-exp over each token's entries, ``[P]``; −inf for a token without entries. ``logits_E`` are
+        the logits of the entries."""
         if not len(logits_E):
             return logits_E.new_full(self.sizes_P.shape, -torch.inf)
         most_P = torch.segment_reduce(logits_E, "max", lengths=self.sizes_P)
@@ -69,7 +73,8 @@ class KeptEntries:
         return most_P + sums_P.log()
 
     def allowed(self, num_tokens: int, vocab_size: int) -> Tensor:
-        """Return which entries each token may be, ``[P, V]`` bool, for a caller that has all logits."""
+        """Return which entries each token may be, ``[P, V]`` bool, for a caller that has all logits: those of its
+        kept-set, or all for a token without one."""
         whole_P = self.sizes_P == 0
         allowed_PV = whole_P[:, None].expand(num_tokens, vocab_size).contiguous()
         _, flat_E = self.within(slice(0, num_tokens), slice(0, vocab_size))
@@ -79,7 +84,7 @@ class KeptEntries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRequest:
-    """The values that are computed for P tokens, and how."""
+    """The description of what :func:`linear_logprobs` computes for P tokens, and how."""
 
     ids_P: Tensor
     """Ids of the sampled tokens."""
@@ -95,7 +100,8 @@ class HeadRequest:
     """Ids of further entries of which log π is computed under the whole distribution; ``None`` for none."""
 
     def further_ids(self, tokens: slice) -> Tensor:
-        """Return the further entries ``[C, K]`` of some tokens; K = 0 if there are none."""
+        """Return the ids ``[C, K]`` of the further entries of the tokens in the slice ``tokens``; K = 0 if there are
+        none."""
         return self.ids_P[tokens, None][:, :0] if self.top_PK is None else self.top_PK[tokens]
 
 
@@ -126,7 +132,8 @@ class TopRequest:
 def linear_top(
     hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, request: TopRequest
 ) -> tuple[Tensor, Tensor]:
-    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the same head, the likeliest first."""
+    """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the head that :func:`linear_logprobs`
+    defines, with logits divided by ``temperature``, the likeliest first."""
     head = _Head(hidden_PD, weight_VD, bias_V, temperature)
     found: list[tuple[Tensor, Tensor]] = []
     for tokens in head.tokens:
@@ -151,6 +158,8 @@ class _RunningSums:
     """The log-sum-exp and the entropy of some tokens, updated with one tile of logits after the other."""
 
     def __init__(self, like_CB: Tensor) -> None:
+        """Begin sums over no logits, for as many tokens as ``like_CB`` has rows; only its shape, dtype and device are
+        used."""
         self.most_C = like_CB.new_full(like_CB.shape[:1], -1e30)
         self.sum_C = torch.zeros_like(self.most_C)
         self.dot_C = torch.zeros_like(self.most_C)
@@ -168,14 +177,17 @@ class _RunningSums:
         self.most_C = most_C
 
     def log_sum(self) -> Tensor:
+        """Return the log-sum-exp ``[C]`` of the logits so far."""
         return self.most_C + self.sum_C.log()
 
     def entropy(self) -> Tensor:
+        """Return the entropy ``[C]``, in nats, of the softmax of the logits so far."""
         return self.sum_C.log() - self.dot_C / self.sum_C
 
 
 class _Head:
-    """A linear head that computes its logits tile by tile."""
+    """A linear head that computes its logits tile by tile, for both passes. ``tokens`` and ``entries`` are the slices
+    into which the tokens and the vocabulary are cut."""
 
     def __init__(self, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> None:
         self.hidden_PD, self.weight_VD, self.bias_V = hidden_PD, weight_VD, bias_V
@@ -186,12 +198,17 @@ class _Head:
         self.entries = list(_slices(len(weight_VD), columns))
 
     def logits(self, tokens: slice, entries: slice) -> Tensor:
+        """Return the logits ``[C, B]`` of one tile, the rows of ``tokens`` and the vocabulary ``entries``, divided by
+        the temperature, in float32 or wider."""
         bias = None if self.bias_V is None else self.bias_V[entries]
         logits_CB = torch.nn.functional.linear(self.hidden_PD[tokens], self.weight_VD[entries], bias).to(self.wide)
         return logits_CB if self.temperature == 1.0 else logits_CB / self.temperature
 
 
 class _LinearLogprobs(torch.autograd.Function):
+    """The function behind :func:`linear_logprobs`, with its own backward pass. Torch would otherwise keep the logits of
+    every tile for the gradient."""
+
     @staticmethod
     def forward(
         ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
@@ -253,8 +270,8 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 class _LogitGradient:
-    """The gradient of the logits of one tile. It is a multiple of the softmax for every entry, plus a term for the
-    sampled token, the requested entries and the kept-set."""
+    """The gradient of the logits of one tile, for the backward pass of :class:`_LinearLogprobs`. It is a multiple of
+    the softmax for every entry, plus a term for the sampled token, the requested entries and the kept-set."""
 
     def __init__(
         self,
@@ -264,6 +281,8 @@ class _LogitGradient:
         grad_top_PK: Tensor,
         shares_E: Tensor | None,
     ) -> None:
+        """Take the gradients of the three results. ``grad_entropy_P`` is ``None`` if entropies have no gradient;
+        ``shares_E`` are the probabilities of the entries within their kept-sets, ``None`` without kept-sets."""
         self._request = request
         self._grad_logprob_P, self._grad_entropy_P, self._grad_top_PK = grad_logprob_P, grad_entropy_P, grad_top_PK
         self._softmax_factor_P = -grad_logprob_P
@@ -274,6 +293,9 @@ class _LogitGradient:
         self._softmax_factor_P = self._softmax_factor_P - grad_top_PK.sum(1)
 
     def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
+        """Return the gradient ``[C, B]`` of the logits of the tile of ``tokens`` and ``entries``, before their division
+        by the temperature. ``log_p_CB`` are its log-probabilities under the whole distribution, and ``entropy_P`` the
+        entropies of all tokens."""
         grad_CB = log_p_CB.exp()
         softmax_factor_C = self._softmax_factor_P[tokens, None]
         if self._grad_entropy_P is None:
@@ -293,6 +315,7 @@ class _GradientSums:
     time."""
 
     def __init__(self, head: _Head, needed: tuple[bool, bool, bool]) -> None:
+        """Begin sums of 0. ``needed`` says which of hidden states, weight and bias need a gradient."""
         self._head = head
         need_hidden, need_weight, need_bias = needed
         self._hidden = torch.zeros_like(head.hidden_PD, dtype=head.wide) if need_hidden else None
@@ -318,12 +341,15 @@ class _GradientSums:
             _add_product(self._block, narrow_CB.t(), self._head.hidden_PD[tokens])
 
     def close(self, entries: slice) -> None:
-        """Finish a block of the vocabulary to which all tokens have added."""
+        """Finish the block of the vocabulary ``entries`` to which all tokens have added: its gradient is rounded to the
+        dtype of the weight."""
         if self._weight is not None and self._block is not None and self._block.dtype != self._weight.dtype:
             self._weight[entries] = self._block.to(self._weight.dtype)
         self._block = None
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the gradients of hidden states, weight and bias in their own number formats; ``None`` for each that
+        needs none."""
         dtype = self._head.weight_VD.dtype
         hidden = None if self._hidden is None else self._hidden.to(self._head.hidden_PD.dtype)
         return hidden, self._weight, None if self._bias is None else self._bias.to(dtype)
@@ -338,13 +364,14 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Write the logits of the ids that are among ``entries`` into ``found_CK``."""
+    """Write the logits of the ids ``ids_CK`` that are among the ``entries`` of this tile into ``found_CK``; its other
+    elements stay as they are."""
     inside_CK, column_CK = _column(ids_CK, entries)
     found_CK.copy_(torch.where(inside_CK, logits_CB.gather(1, column_CK), found_CK))
 
 
 def _scatter_add(grad_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Add ``by_CK`` to the slopes of the ids that are among ``entries``."""
+    """Add ``by_CK`` to the gradient ``grad_CB`` at the ids ``ids_CK`` that are among the ``entries`` of this tile."""
     inside_CK, column_CK = _column(ids_CK, entries)
     grad_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
 
@@ -357,5 +384,6 @@ def _column(ids_CK: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:
+    """Yield slices of at most ``size`` that cover ``range(total)`` in order."""
     for start in range(0, total, size):
         yield slice(start, min(start + size, total))

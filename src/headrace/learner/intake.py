@@ -25,7 +25,7 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
     """Raise :class:`~headrace.base.errors.RunError` for a batch on which a model with ``vocab_size`` tokens and the
     experts of ``routed`` cannot be trained, or whose samples do not fit into a micro-batch of ``budget`` tokens."""
     problem = (
-        _misaligned(batch) or _untrainable(batch, vocab_size) or _invalid_kept(batch, vocab_size)
+        _misaligned(batch) or _reason_untrainable(batch, vocab_size) or _invalid_kept(batch, vocab_size)
         or _invalid_routing(batch, routed) or _invalid_teaching(batch, vocab_size)
     )  # fmt: skip
     if problem:
@@ -43,8 +43,8 @@ def refuse_unfit(batch: Batch, vocab_size: int, routed: RoutedModel | None, budg
 
 
 def refuse_rescaled(batch: Batch, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample so long that the model would rescale the
-    positions of its neighbours."""
+    """Raise :class:`~headrace.base.errors.RunError` for a batch with a sample that is longer than ``limit``, beyond
+    which the model would rescale the positions of its neighbours in the same pass. ``None``: there is no limit."""
     if limit is None or not limit.reason or not len(batch.lengths_S):
         return
     longest = int(np.argmax(batch.lengths_S))
@@ -71,7 +71,8 @@ def refuse_unknown_agents(batch: Batch, agents: Sequence[str]) -> None:
 
 
 def _misaligned(batch: Batch) -> str:
-    """Return the first column of a batch whose length does not fit the others, in words; empty if all fit."""
+    """Return the first column of a batch whose length does not fit the others, with both lengths and in words; empty if
+    all fit."""
     num_samples, num_tokens = len(batch.lengths_S), batch.num_tokens
     sizes = {
         "groups_S": (len(batch.groups_S), num_samples),
@@ -87,8 +88,9 @@ def _misaligned(batch: Batch) -> str:
     return wrong[0] if wrong else ""
 
 
-def _untrainable(batch: Batch, vocab_size: int) -> str:
-    """Return why a batch cannot be trained, in words; empty if it can."""
+def _reason_untrainable(batch: Batch, vocab_size: int) -> str:
+    """Return why the learner cannot train on a batch, in words; empty if it can. It checks token ids, that no first
+    token of a sample carries loss, and that advantages are finite."""
     outside = np.flatnonzero((batch.ids_N < 0) | (batch.ids_N >= vocab_size))
     if len(outside):
         return f"token {outside[0]} has id {batch.ids_N[outside[0]]}, the model knows 0 to {vocab_size - 1}"

@@ -44,18 +44,21 @@ class TrunkAndHead(Protocol):
     """A model that is split into a trunk and a head."""
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Return the input of the head for every token, ``[M, D]``."""
+        """Run the trunk over ``inputs``, the keyword arguments of a forward pass, and return the input of the head for
+        every token, ``[M, D]``."""
         ...
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return the logits ``[C, V]`` of some of those rows."""
+        """Return the logits ``[C, V]`` of some rows of what :meth:`hidden` returned."""
         ...
 
 
 class SplitModel:
-    """A model whose trunk runs once, and whose head runs where it is needed."""
+    """A model whose trunk runs once, and whose head runs where it is needed: a :class:`TrunkAndHead` for most
+    architectures."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Split ``model`` at its trunk, without copying weights."""
         name = trunk_name(model)
         self._trunk: Any = model.get_submodule(name)
         self._given = GivenHidden(self._trunk)
@@ -66,6 +69,8 @@ class SplitModel:
         self._is_matrix = self._acts_as_matrix()
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the trunk over ``inputs``, the keyword arguments of its forward pass, and return its hidden states ``[M,
+        D]``."""
         hidden_MD: Tensor = self._trunk(**inputs, use_cache=False).last_hidden_state[0]
         return hidden_MD
 
@@ -102,16 +107,21 @@ class SplitModel:
 
 
 class WholeModel:
-    """A model that computes all logits at once, because its head cannot run alone."""
+    """A model that computes all logits at once, because its head cannot run alone. It fulfils :class:`TrunkAndHead`
+    with the logits themselves in place of hidden states, so D = V."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Wrap ``model``, which is called as a whole."""
         self._model = model
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Run the whole model over ``inputs`` and return its logits ``[M, V]``, which take the place of hidden
+        states."""
         logits_MV: Tensor = self._model(**inputs, use_cache=False).logits[0]
         return logits_MV
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Return ``hidden_CD`` itself, which already holds logits."""
         return hidden_CD
 
 
@@ -120,6 +130,7 @@ class HiddenOutput(MoeModelOutputWithPast):  # type: ignore[misc]  # transformer
     """The output of a trunk that holds hidden states alone: every other field that a model reads is ``None``."""
 
     def __getattr__(self, name: str) -> None:
+        """Return ``None`` for every field that was not set."""
         if name.startswith("__"):  # copying and pickling ask whether a method is there
             raise AttributeError(name)
 
@@ -129,6 +140,7 @@ class GivenHidden(nn.Module):
     head alone."""
 
     def __init__(self, trunk: nn.Module) -> None:
+        """Stand in for ``trunk``, whose other attributes stay readable."""
         super().__init__()
         self.hidden: Tensor | None = None
         """The hidden states to return, ``[1, C, D]``: the input of the head for one chunk. ``None`` except during a
@@ -140,11 +152,14 @@ class GivenHidden(nn.Module):
         return getattr(self.__dict__["trunk"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> HiddenOutput:
+        """Return the given hidden states as the output of a trunk; the arguments, which a trunk would need, are
+        ignored."""
         return HiddenOutput(last_hidden_state=self.hidden)
 
 
 def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
-    """Return ``model`` split into trunk and head if this gives the same logits on ``inputs``; otherwise as a whole."""
+    """Return ``model`` split into trunk and head if this gives the same logits on ``inputs``, the keyword arguments of
+    a short forward pass; otherwise as a whole."""
     whole = WholeModel(model)
     if trunk_name(model) not in model._modules:
         return whole
@@ -160,7 +175,8 @@ def split_model(model: PreTrainedModel, inputs: dict[str, Any]) -> TrunkAndHead:
 
 
 class TokenLogprobs:
-    """The computation of log π of given tokens, and of the entropy of their distributions, both at a temperature."""
+    """The computation of log π of given tokens, and of the entropy of their distributions, both at a temperature. The
+    learner's forward passes use it for every micro-batch."""
 
     def __init__(
         self,
@@ -170,8 +186,9 @@ class TokenLogprobs:
         entropy_gradient: bool,
         log_softmax: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        """Prepare the computation for ``model``. ``log_softmax`` is a function over the last dimension, for which all
-        logits of a chunk are computed; ``None``: torch's function, or tiles if the head is a single matrix."""
+        """Prepare the computation for ``model``. ``chunk`` is the greatest number of positions whose logits exist at a
+        time. ``log_softmax`` is a function over the last dimension, for which all logits of a chunk are computed;
+        ``None``: torch's function, or tiles if the head is a single matrix."""
         self._model = model
         self._tiled = log_softmax is None
         self._log_softmax = log_softmax or partial(torch.log_softmax, dim=-1)
@@ -239,12 +256,15 @@ class TopEntries:
     """The computation of the likeliest entries of each distribution at a temperature, without gradient."""
 
     def __init__(self, model: TrunkAndHead, chunk: int, temperature: float) -> None:
+        """Prepare the computation for ``model``. ``chunk`` is the greatest number of positions whose logits exist at a
+        time, and logits are divided by ``temperature``."""
         self._model = model
         self._chunk = chunk
         self._temperature = temperature
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
-        """Return ids and log-probabilities ``[P, K]`` after the positions ``before_P``, the likeliest first."""
+        """Run one forward pass over ``inputs``, the keyword arguments of the trunk, and return ids and
+        log-probabilities ``[P, K]`` of the likeliest entries after the positions ``before_P``, the likeliest first."""
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
         if matrix is not None:
@@ -254,16 +274,19 @@ class TopEntries:
         return torch.cat(ids), torch.cat(logs)
 
     def _of_chunk(self, hidden_CD: Tensor, request: TopRequest) -> tuple[Tensor, Tensor]:
+        """Return ids and log-probabilities ``[C, K]`` of the likeliest entries for one chunk of hidden states."""
         all_CV = _tempered(self._model.logits(hidden_CD), self._temperature).log_softmax(-1)
         logs_CK, ids_CK = all_CV[:, : request.below].topk(request.num)
         return ids_CK, logs_CK
 
 
 def _tempered(logits_CV: Tensor, temperature: float) -> Tensor:
+    """Return the logits divided by the temperature, in float32 or wider."""
     return logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperature
 
 
-def _entropy(all_CV: Tensor) -> Tensor:
-    """Return −Σ p log p; entries of probability 0 count 0, whatever their log."""
-    p_CV = all_CV.exp()
-    return -(p_CV * all_CV.masked_fill(p_CV == 0, 0.0)).sum(-1)
+def _entropy(log_p_CV: Tensor) -> Tensor:
+    """Return the entropy −Σ p log p of each position from its log-probabilities; an entry of probability 0 adds 0, also
+    where its log is −∞."""
+    p_CV = log_p_CV.exp()
+    return -(p_CV * log_p_CV.masked_fill(p_CV == 0, 0.0)).sum(-1)

@@ -66,17 +66,19 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as unty
             )
 
     def moments(self, weight: Tensor) -> dict[str, Tensor]:
-        """Return moments of zeros for ``weight``."""
+        """Return both moments of ``weight`` before its first update: zeros, of 8 bits if the weight is large enough. A
+        tensor without memory (device ``meta``) may stand for the weight."""
         # torchao has no public function that decides which weights are quantized
         return {"exp_avg": self._new_buffer(weight, True), "exp_avg_sq": self._new_buffer(weight, False)}
 
     def set_rates(self, lr: float) -> None:
-        """Set the rate of each group to ``lr`` times its ``lr_scale``."""
+        """Set the learning rate of each parameter group to ``lr`` times the group's ``lr_scale``."""
         for group in self.param_groups:
             group["lr"].fill_(lr * group["lr_scale"])  # torchao compiles the update over this very tensor
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the weights that have a gradient."""
+        """Update the weights that have a gradient. As in torch, ``closure`` would compute the loss again, which is
+        returned; ``None`` without it."""
         with torch.compiler.set_stance("force_eager" if self._on_cpu else "default"):
             done: float | None = super().step(closure)
         return done
@@ -117,9 +119,10 @@ class EightBitAdamW(AdamW8bit):  # type: ignore[misc]  # torchao is read as unty
 
 
 def _is_low_bit(moment: Any) -> bool:
+    """Return whether a moment is one of torchao's tensors of 8 bits, not a plain tensor."""
     return isinstance(moment, OptimState8bit)
 
 
 def _shape_of(weight: Parameter) -> Tensor:
-    """Return a tensor with the shape of ``weight`` that takes no memory."""
+    """Return a tensor with the shape and dtype of ``weight`` that takes no memory."""
     return torch.empty_like(weight, device="meta", requires_grad=False)

@@ -29,9 +29,11 @@ LOW_BIT_BYTES = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryPlan:
-    """The memory that a learner needs on its device, by the settings that determine it."""
+    """The memory that a learner needs on its device, by the settings that determine it: the source of the advice in
+    out-of-memory errors."""
 
     config: LearnerConfig
+    """The settings of the learner, which say what is kept where at present."""
     tokens: int
     """Number of tokens of the largest pass, if samples are short."""
     layer_bytes: int
@@ -39,6 +41,7 @@ class MemoryPlan:
     input_bytes: int
     """Bytes of the input of one layer for one token."""
     num_layers: int
+    """Number of layers of the model."""
     trained: int
     """Number of trained parameters, over all ranks."""
     itemsize: int
@@ -113,10 +116,11 @@ HALF_UPDATED = "the update had begun, so that only a snapshot has whole weights:
 
 @contextmanager
 def explained_out_of_memory(plan: MemoryPlan, step: int, left: str = UNCHANGED) -> Iterator[None]:
-    """Turn an out-of-memory error inside the ``with`` block into an error that names settings that free memory.
-    ``left`` describes the state that the failure leaves.
+    """Turn an out-of-memory error inside the ``with`` block into a :class:`~headrace.base.errors.RunError` about
+    ``step`` that names settings that free memory. ``left`` describes the state in which the failure leaves gradient and
+    weights.
 
-    Raises :class:`~headrace.base.errors.RunError`. The code inside the block must discard its tensors on failure.
+    The code inside the block must discard its tensors on failure.
     """
     said = ""
     try:

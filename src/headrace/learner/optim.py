@@ -1,4 +1,4 @@
-"""The optimizer and the schedule of its learning rate.
+"""The optimizer and the schedule of its learning rate. A parameter group gives some weights settings of their own.
 
 rate
 lr ┤      ╭───────────── constant
@@ -55,7 +55,7 @@ def learning_rate(config: LearnerConfig, step: int, total_steps: int) -> float:
 
 
 class UpdateRule(NamedTuple):
-    """The settings by which one weight is updated."""
+    """The settings by which one trained weight is updated."""
 
     lr_scale: float
     """Factor of the learning rate."""
@@ -98,8 +98,8 @@ def update_rules(named: Mapping[str, Tensor], config: LearnerConfig, **ends: Ten
 
 
 def _rule(weight: Tensor, config: LearnerConfig, group: ParameterGroup | None = None) -> UpdateRule:
-    """Return the update rule of a weight: the learner's, changed by its parameter group. Vectors have no weight decay
-    unless their group sets it."""
+    """Return the update rule of a weight: the learner's settings, changed by its parameter ``group``; ``None`` if no
+    group names it. Vectors have no weight decay unless their group sets it."""
     decay = config.weight_decay if weight.ndim >= 2 else 0.0
     if group is None:
         return UpdateRule(1.0, decay, config.betas)

@@ -48,11 +48,13 @@ class Unit:
     """Number of first tokens that are the same in all samples and are computed once."""
 
     def num_rows(self, lengths_S: Index) -> int:
-        """Return the number of tokens that are computed."""
+        """Return the number of tokens of the unit that are computed, where the shared prefix counts once. ``lengths_S``
+        are the lengths of all samples of the batch."""
         return int((lengths_S[self.samples] - self.prefix).sum()) + self.prefix
 
     def cost(self, lengths_S: Index, cost: Cost) -> float:
-        """Return the cost of computing the unit; attention is computed for every sample separately."""
+        """Return the cost of computing the unit, by the prices in ``cost``; attention is computed for every sample
+        separately. ``lengths_S`` are the lengths of all samples of the batch."""
         return cost.per_token * self.num_rows(lengths_S) + cost.per_pair * float((lengths_S[self.samples] ** 2).sum())
 
 
@@ -65,11 +67,13 @@ class Packing:
     num_ranks: int = 1
     """Number of ranks to which micro-batches are dealt."""
     cost: Cost = field(default_factory=Cost)
+    """The cost of computation, by which micro-batches are balanced."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Whole samples of a batch, one after the other, in the order of the batch."""
+    """Whole samples of a batch, one after the other and in the order of the batch, that are computed in one forward and
+    backward pass."""
 
     samples_K: Index
     """Indices of the samples in the batch, ascending."""
@@ -83,24 +87,25 @@ class MicroBatch:
 
     @property
     def places_R(self) -> Index:
-        """Return the index in the batch's columns of the token of each computed row."""
+        """Return the index in the batch's columns of the token that each row of the pass computes, ``[R]``. For a
+        shared row it is the first of its tokens."""
         if self.rows_M is None:
             return self.places_M
         _, first_R = np.unique(self.rows_M, return_index=True)
         return self.places_M[first_R]
 
     def positions_M(self) -> Index:
-        """Return the position of each token within its sample, from 0."""
+        """Return the position of each token within its sample, from 0, ``[M]``."""
         return ragged_arange(np.zeros_like(self.lengths_K), self.lengths_K)
 
     def local_samples_M(self) -> Index:
-        """Return the index of each token's sample in this micro-batch, from 0."""
+        """Return the index of each token's sample among those of this micro-batch, from 0, ``[M]``."""
         return np.repeat(np.arange(len(self.lengths_K)), self.lengths_K)
 
     @classmethod
     def of(cls, units: Sequence[Unit], lengths_S: Index) -> MicroBatch:
-        """Return the micro-batch of the samples of ``units``. Without units it is empty; a rank computes an empty one
-        while the others compute theirs."""
+        """Return the micro-batch of the samples of ``units``, from a batch whose samples have the lengths
+        ``lengths_S``. Without units it is empty; a rank computes an empty one while the others compute theirs."""
         members = np.sort(np.concatenate([np.zeros(0, np.int64), *(unit.samples for unit in units)]))
         lengths_K, starts_S = lengths_S[members], np.cumsum(lengths_S) - lengths_S
         shared = any(unit.prefix for unit in units)
@@ -113,13 +118,13 @@ class MicroBatch:
 
     @classmethod
     def whole(cls, lengths_S: IntColumn) -> MicroBatch:
-        """Return the whole batch as one micro-batch."""
+        """Return a whole batch, whose samples have the lengths ``lengths_S``, as one micro-batch."""
         lengths = lengths_S.astype(np.int64)
         return cls(samples_K=np.arange(len(lengths)), lengths_K=lengths, places_M=np.arange(lengths.sum()))
 
 
 def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
-    """Return ``start, start+1, …`` for each pair, one after the other.
+    """Return ``start, start+1, …``, ``length`` numbers for each pair of start and length, one after the other.
 
     >>> ragged_arange(np.array([5, 0]), np.array([2, 3])).tolist()
     [5, 6, 0, 1, 2]
@@ -131,8 +136,9 @@ def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
 
 
 def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
-    """Return the row of each token, in the order in which tokens first occur. The prefix of a unit's later samples uses
-    the rows of its first sample."""
+    """Return the row of the pass in which each token of a micro-batch is computed, ``[M]``, numbered in the order in
+    which tokens first occur. The prefix of a unit's later samples uses the rows of its first sample. ``members`` are
+    the samples of the micro-batch, ascending, and ``lengths_K`` their lengths."""
     first_K, prefix_K = np.arange(len(members)), np.zeros(len(members), np.int64)
     for unit in units:
         place = np.searchsorted(members, unit.samples)
@@ -147,8 +153,8 @@ def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
 
 
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:
-    """Divide the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens. The same input gives the same
-    result.
+    """Divide the chosen ``samples`` of a batch with samples of ``lengths_S`` tokens into micro-batches of at most
+    ``tokens_per_microbatch`` tokens, for a single rank. The same input gives the same result.
 
     Raises :class:`~headrace.base.errors.RunError` for a sample that is longer than ``tokens_per_microbatch``.
 
@@ -160,7 +166,7 @@ def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: in
 
 
 def singly(samples: Index) -> list[Unit]:
-    """Return each sample as a unit of its own."""
+    """Return each of the ``samples``, indices into a batch, as a unit of its own."""
     return [Unit(samples=samples[place : place + 1]) for place in range(len(samples))]
 
 
@@ -171,8 +177,8 @@ def groups_whole(batch: Batch, samples: Index) -> list[Unit]:
 
 
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
-    """Return the micro-batches of every rank, the same number for each; the last may be empty. The same input gives the
-    same plan.
+    """Return the micro-batches of every rank, of whole ``units``: the same number for each rank; the last may be empty.
+    The same input gives the same plan.
 
     Ranks that wait for each other after every micro-batch compute about equally costly ones at the same time. Raises
     :class:`~headrace.base.errors.RunError` for a unit that fits into no micro-batch.
@@ -201,7 +207,8 @@ def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[
 
 
 def _refuse_long(units: Sequence[Unit], rows_U: Index, budget: int) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` for a sample that is longer than a micro-batch may be."""
+    """Raise :class:`~headrace.base.errors.RunError` if a unit, in practice a long sample, has more rows than
+    ``budget``, the tokens of one micro-batch. ``rows_U`` holds the rows of each unit."""
     if not len(rows_U) or rows_U.max() <= budget:
         return
     longest = int(np.argmax(rows_U))
@@ -250,8 +257,8 @@ def _first_fit(rows_U: Index, capacity: int) -> Index:
 def _cheapest_first(
     rows_U: Index, cost_U: npt.NDArray[np.float64] | Index, num_bins: int, capacity: int
 ) -> Index | None:
-    """Assign units to bins, the most expensive first and each to the cheapest bin that has room. Return the bin of each
-    unit; ``None`` if one fits nowhere."""
+    """Assign units to ``num_bins`` bins, the most expensive first and each to the cheapest bin that has room for its
+    rows; a bin holds ``capacity`` rows. Return the bin of each unit; ``None`` if one fits nowhere."""
     room, spent = np.full(num_bins, capacity, np.int64), np.zeros(num_bins)
     bins_U = np.zeros(len(rows_U), np.int64)
     for unit in np.argsort(-cost_U, kind="stable"):
@@ -285,7 +292,8 @@ def siblings(batch: Batch, samples: Index, budget: int) -> list[Unit]:
 
 
 def _common(batch: Batch, starts: Index, lengths: Index) -> int:
-    """Return the length of the common prefix of two samples, in tokens."""
+    """Return the length of the common prefix of two samples, in tokens with the same ids and the same recorded experts.
+    ``starts`` and ``lengths`` hold the place of the first token, and the number of tokens, of each of the two."""
     shorter = int(lengths.min())
     one, other = (np.arange(start, start + shorter) for start in starts)
     same = batch.ids_N[one] == batch.ids_N[other]

@@ -16,7 +16,7 @@ compiles does not count for ever."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkUnit:
-    """One unit of work."""
+    """One unit of a learner's work, such as a micro-batch."""
 
     kind: str
     """Kind of the unit; units of one kind take about the same time."""
@@ -27,9 +27,10 @@ class WorkUnit:
 
 
 class Progress:
-    """The current unit of a learner, the number of finished units, and the usual duration of each kind.
+    """The current unit of a learner, the number of finished units, and the usual duration of each kind. A supervisor
+    compares them with the clock to see whether the learner still advances.
 
-    Its owner calls :meth:`at`; the attributes may be read in any thread.
+    The learner calls :meth:`at`; the attributes may be read in any thread.
 
     >>> from headrace.base.clock import RealClock
     >>> progress = Progress(RealClock())
@@ -41,6 +42,7 @@ class Progress:
     """
 
     def __init__(self, clock: Clock) -> None:
+        """Begin without a unit of work; durations are measured by ``clock``."""
         self._clock = clock
         self._usual_s: dict[str, float] = {}
         self.num_units = 0
@@ -50,7 +52,8 @@ class Progress:
 
     @contextmanager
     def at(self, kind: str, what: str) -> Iterator[None]:
-        """Set the current unit inside the ``with`` block; units may be nested."""
+        """Set the current unit, of ``kind`` and described by ``what``, inside the ``with`` block; units may be
+        nested."""
         outer, begun_s = self.unit, self._clock.now()
         self.unit = WorkUnit(kind=kind, what=what, begun_s=begun_s)
         try:

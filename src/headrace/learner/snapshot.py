@@ -37,7 +37,8 @@ Beside = Mapping[str, dict[str, Tensor]]
 
 
 def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside) -> int:
-    """Return the approximate size of a snapshot, in bytes."""
+    """Return the approximate size of a snapshot of the model, its optimizer and the tensors ``beside`` them, in
+    bytes."""
     moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
     tensors = [*weight_tensors(model).values(), *moments, *(t for held in beside.values() for t in held.values())]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
@@ -45,9 +46,10 @@ def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Extras:
-    """The contents of a snapshot beside the weights and the optimizer."""
+    """The contents of a snapshot beside the weights and the optimizer, which :func:`save` writes."""
 
     step: int
+    """Number of optimizer steps done."""
     model_dir: Path
     """Directory from which the tokenizer's files are copied."""
     beside: Beside
@@ -111,7 +113,8 @@ def restore_weights(directory: Path, model: PreTrainedModel) -> None:
 
 
 def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
-    """Load the adapters of all agents from a snapshot."""
+    """Load the adapters of all agents from the snapshot in ``directory`` into ``model``. Raises
+    :class:`~headrace.base.errors.CheckpointError` if it does not contain them."""
     from headrace.models import lora
 
     try:
@@ -125,8 +128,8 @@ def _restore_adapter(directory: Path, model: PreTrainedModel) -> None:
 
 
 def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Restore moments and random state, and return the step. Rates and decays come from the configuration, not from the
-    file.
+    """Restore the optimizer's moments and the random state, and return the number of steps done. Rates and decays come
+    from the configuration, not from the file.
 
     Raises :class:`~headrace.base.errors.CheckpointError` for a file that is missing, damaged or belongs to another
     model.

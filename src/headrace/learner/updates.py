@@ -38,8 +38,9 @@ def before_updates(work: StepWork, log_before_N: FloatColumn) -> StepWork:
 
 
 def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
-    """Yield the work of each update, in order. Step and epoch determine which groups are in which mini-batch; one
-    without a loss token is left out."""
+    """Yield the work of each update of a step, in order: for each epoch, the groups of the batch dealt to mini-batches,
+    whose tokens alone carry loss. Step and epoch determine which groups are in which mini-batch; one without a loss
+    token is left out."""
     batch = work.batch
     groups_N = np.repeat(batch.groups_S, batch.lengths_S)
     for epoch in range(objective.epochs):
@@ -54,7 +55,8 @@ def minibatches(work: StepWork, objective: Objective) -> Iterator[StepWork]:
 
 def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_before_N: FloatColumn) -> MicroBatchStats:
     """Return the statistics of a step whose updates had those of ``parts``: each token once, as it was before the first
-    update, and the other metrics over all updates."""
+    update, and the other metrics over all updates. ``log_before_N`` is log π of each token of ``work`` before the first
+    update."""
     batch, places_L = work.batch, np.flatnonzero(work.mask_N)
     before = off_policy(
         work.inputs(MicroBatch.whole(batch.lengths_S), torch.from_numpy(log_before_N)), torch.from_numpy(log_before_N)
@@ -69,4 +71,5 @@ def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_befor
 
 
 def _compared(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
+    """Return those of the metrics that compare the learner with what sampled its tokens."""
     return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE)}

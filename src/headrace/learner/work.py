@@ -32,7 +32,8 @@ ROUTED = "routing_differs"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepWork:
-    """A batch, with everything that was decided about the whole of it before the first forward pass."""
+    """A batch, with everything that was decided about the whole of it before the first forward pass. The learner makes
+    it, and auxiliary models add columns to it."""
 
     batch: Batch
     mask_N: Mask
@@ -71,7 +72,9 @@ class StepWork:
         entropy_M: Tensor | None = None,
         top_MK: Tensor | None = None,
     ) -> LossInputs:
-        """Return the columns of ``micro`` on the device of ``log_pi_M``. ``top_MK`` is log π of the teacher's entries.
+        """Return the columns of ``micro`` from which the objective computes its loss, on the device of ``log_pi_M``.
+        ``entropy_M`` are the entropies of its tokens, and ``top_MK`` is log π of the teacher's entries; ``None`` where
+        they were not computed.
 
         A batch is one update, so the learner before this step is π without its gradient.
         """
@@ -107,28 +110,37 @@ class StepWork:
 
 @dataclass(slots=True, kw_only=True)
 class StepSums:
-    """The sums over the parts of a step."""
+    """The sums over the parts of a step whose batch comes in parts (:meth:`LearnerCore.add`)."""
 
     tally: MicroBatchStats
+    """Losses, metrics and token statistics of all parts so far."""
     mass: float = 0.0
     """Denominator of the reduction."""
     loss_tokens: int = 0
+    """Number of tokens in the masks of the parts, those without a finite μ included."""
     dropped: Counter[str] = field(default_factory=Counter)
+    """Number of tokens in the masks that could not carry loss, by reason."""
     seconds: float = 0.0
+    """Seconds that forward and backward passes took."""
 
 
 class _Share(msgspec.Struct, frozen=True, kw_only=True):
-    """The sums over the micro-batches of one share of the ranks, as a message."""
+    """The sums over the micro-batches of one share of the ranks, as a message from one rank to all."""
 
     loss: float
+    """Sum of the losses."""
     metrics: dict[str, tuple[float, float]]
+    """Total and count of each metric, whose value is their ratio."""
     stats: TokenStats
+    """Columns over the loss tokens of the share."""
 
 
 class MicroBatchStats:
-    """A collector of the losses, metrics and token statistics of the micro-batches of one step."""
+    """A collector of the losses, metrics and token statistics of the micro-batches of one step. The learner fills it
+    during the passes, and reads the metrics of the step from it."""
 
     def __init__(self) -> None:
+        """Begin without any micro-batch."""
         self._before = 0
         self._num_tokens = 0
         self._teacher_scores: list[TeacherScores] = []
@@ -159,13 +171,14 @@ class MicroBatchStats:
         return sum(len(stats.ages_L) for stats in self._stats)
 
     def begin(self, work: StepWork) -> None:
-        """Begin a batch, or a part of one, whose micro-batches follow."""
+        """Begin a batch, or a part of one: the results of the micro-batches of ``work`` follow."""
         self._before, self._num_tokens = self._num_tokens, self._num_tokens + work.batch.num_tokens
         self._metrics.append(work.metrics)
         self._teacher_scores += [] if work.teacher_scores_N is None else [work.teacher_scores_N]
 
     def add(self, work: StepWork, micro: MicroBatch, result: ForwardResult, output: LossOutput) -> None:
-        """Add the results of one micro-batch."""
+        """Add the results of one micro-batch: ``result`` is its forward pass, ``output`` its loss and the loss's
+        metrics."""
         batch, mask_M = work.batch, work.mask_N[micro.places_M]
         places_L = micro.places_M[mask_M]
         self._losses.append(float(output.loss.detach()))
@@ -212,7 +225,8 @@ class MicroBatchStats:
         return TeacherScores.concat(self._teacher_scores) if self._teacher_scores else None
 
     def metrics(self, scale: float = 1.0) -> dict[str, float]:
-        """Return the metrics of the step. ``scale`` multiplies the losses."""
+        """Return the metrics of the step by name. The losses are multiplied by ``scale``, such as the factor by which
+        the gradient of a batch in parts is normalised."""
         own = {"loss": sum(self._losses) * scale, "tokens": float(self._num_tokens)}
         return {**means(add(self._metrics)), **own, **step_metrics(TokenStats.concat(self._stats))}
 
@@ -222,6 +236,7 @@ class Gradient:
     """The result of one :meth:`LearnerCore.forward_backward`."""
 
     metrics: dict[str, float]
+    """Metrics of the loss and of the tokens, by name."""
     trained_tokens: int
     """Number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
@@ -229,13 +244,16 @@ class Gradient:
     log_pi_N: FloatColumn
     """log π under the weights at which the gradient was computed, ``[N]``; NaN for tokens that carried no loss."""
     seconds: float
+    """Seconds that the passes took."""
     teacher_scores_N: TeacherScores | None
     """Log-probabilities of a teacher that this learner computes, for the sampled tokens; ``None`` if they were not
     computed."""
 
     @classmethod
     def of(cls, tally: MicroBatchStats, dropped: dict[str, int], seconds: float, scale: float = 1.0) -> Gradient:
-        """Return the gradient's record. ``scale`` is the factor by which the losses still have to be multiplied."""
+        """Return the record of the gradient whose micro-batches filled ``tally``. ``dropped`` is the number of tokens
+        that could not carry loss, by reason; ``scale`` is the factor by which the losses still have to be
+        multiplied."""
         return cls(
             metrics=tally.metrics(scale),
             trained_tokens=tally.trained_tokens,
@@ -250,10 +268,12 @@ Ages = npt.NDArray[np.int64]
 
 
 class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Columns over the tokens that carried loss."""
+    """Columns over the L tokens that carried loss, for the metrics of a step."""
 
     log_pi_L: FloatColumn
+    """log π of each token under the learner's weights."""
     log_mu_L: FloatColumn
+    """log μ of each token, as the engine recorded it."""
     ages_L: Ages
     """Age of each token: version of the learner − version of the token."""
     places_L: IntColumn
@@ -271,7 +291,7 @@ class TokenStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def none(cls) -> TokenStats:
-        """Return empty columns."""
+        """Return columns of no tokens."""
         nothing = np.zeros(0, np.float32)
         return cls(log_pi_L=nothing, log_mu_L=nothing, ages_L=np.zeros(0, np.int64), places_L=np.zeros(0, np.int32))
 

@@ -48,7 +48,8 @@ _UNSUPPORTED = ("position_bias", "block_indices", "sinks")
 
 @dataclass(frozen=True, slots=True)
 class ChosenTokens:
-    """The tokens that an indexer has chosen for each token of a pass."""
+    """The tokens that an indexer, the part of a sparse attention layer that selects what is attended to, has chosen for
+    each token of a pass."""
 
     masks: tuple[Tensor, ...]
     """A mask ``[B, L, C]`` for each bucket of the plan that made it, where C counts the positions of a sequence."""
@@ -64,6 +65,7 @@ class Rule:
     """The parameters of one layer's attention, beyond the plan of which token attends to which."""
 
     layer: int
+    """The index of the layer in the model."""
     scale: float
     """The factor that scores are multiplied by."""
     window: int | None = None
@@ -85,7 +87,8 @@ class Rule:
         return self.softcap is None and self.sinks_H is None
 
     def sees(self, from_Q: Tensor, to_K: Tensor) -> Tensor:
-        """Return which of the positions ``to_K`` are seen from each of ``from_Q``: ``[Q, K]``."""
+        """Return which of the positions ``to_K`` are seen from each of the positions ``from_Q`` of the same sequence:
+        ``[Q, K]`` bool."""
         seen_QK = to_K <= from_Q[:, None]
         if self.window is not None:
             seen_QK &= to_K > from_Q[:, None] - self.window
@@ -94,7 +97,7 @@ class Rule:
         return seen_QK
 
     def limits(self, length: int) -> bool:
-        """Return whether a token of a sequence of this length may see less than all tokens before it."""
+        """Return whether a token of a sequence of ``length`` tokens may see less than all tokens before it."""
         return any(limit is not None and limit < length for limit in (self.window, self.chunk))
 
 
@@ -111,17 +114,19 @@ class Plan(Protocol):
         ...
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence of one layer within each sequence: ``[N, ...]``. ``key`` names its state."""
+        """Compute a recurrence of one layer, whose output at a token depends on the tokens before it, within each
+        sequence, and return its outputs ``[N, ...]``. ``key`` names its state."""
         ...
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Let the indexer of a layer choose the tokens that each token attends to, within its sequence."""
+        """Let the indexer of a layer choose the tokens that each token attends to, within its sequence. ``choose``
+        scores the indexer's inputs ``inputs_N``."""
         ...
 
 
 def forward(model: nn.Module, ids_N: Tensor, plan: Plan, keep_K: Tensor | None = None) -> Tensor:
-    """Return the logits ``[N, V]`` of flattened tokens, or ``[len(keep_K), V]`` of the tokens at the indices
-    ``keep_K``."""
+    """Run one forward pass and return the logits ``[N, V]`` of the flattened tokens ``ids_N``, or ``[len(keep_K), V]``
+    of the tokens at the indices ``keep_K``. ``plan`` decides which token attends to which."""
     keep: dict[str, Any] = {} if keep_K is None else {"logits_to_keep": keep_K}
     output = model(
         input_ids=ids_N[None], position_ids=plan.positions_N[None], use_cache=False, **{PLAN: plan}, **keep
@@ -185,6 +190,7 @@ def _retuned(module: nn.Module, query: Tensor, positions_N: Tensor) -> Tensor:
     floor, scale = float(module.floor_scale), float(module.attn_scale)  # type: ignore[arg-type]
 
     def tuned(at_N: Tensor) -> Tensor:
+        """Return the factor of the queries at these positions, ``[N]``."""
         return torch.log1p(torch.floor((at_N.float() + 1.0) / floor)) * scale + 1.0
 
     places_N = torch.arange(len(positions_N), device=positions_N.device)
@@ -199,7 +205,9 @@ class _Bucket:
     """Sequences of similar length, as rows padded on the right."""
 
     num_rows: int
+    """The number of sequences."""
     length: int
+    """The number of tokens to which each row is padded."""
     lengths_B: Tensor
     """The number of tokens of each row."""
 
@@ -268,21 +276,22 @@ class PackedPlan:
         )
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
-        """Let an indexer choose among the tokens before each token of its sequence."""
+        """Let the indexer of a layer choose, for each token, among the tokens before it in its sequence."""
         parts = zip(*map(self._by_bucket, inputs_N), strict=True)
         return ChosenTokens(
             tuple(self._choose(bucket, choose, rows) for bucket, rows in zip(self._buckets, parts, strict=True))
         )
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence from the beginning of each sequence."""
+        """Compute a recurrence from the beginning of each sequence, with a state of zeros, and return its outputs ``[N,
+        ...]``."""
         parts = zip(*map(self._by_bucket, inputs_N), strict=True)
         return self._join(
             [self._recur(bucket, recurrence, rows) for bucket, rows in zip(self._buckets, parts, strict=True)]
         )
 
     def _by_bucket(self, tensor_N: Tensor) -> Sequence[Tensor]:
-        """Return the rows of each bucket, ``[B, L, ...]``."""
+        """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``."""
         slots = tensor_N if self._slots is None else self._slots.spread(tensor_N)
         parts = slots.split([bucket.num_rows * bucket.length for bucket in self._buckets])
         return [
@@ -291,7 +300,8 @@ class PackedPlan:
         ]
 
     def _join(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs of the buckets' rows in the order of the pass."""
+        """Return the outputs of all buckets' rows, one bucket after the other, as outputs ``[N, ...]`` in the order of
+        the pass."""
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return joined if self._slots is None else self._slots.collect(joined)
 
@@ -308,15 +318,18 @@ class PackedPlan:
 
     @staticmethod
     def _choose(bucket: _Bucket, choose: Choose, inputs_BL: tuple[Tensor, ...]) -> Tensor:
+        """Return the mask ``[B, L, L]`` of the tokens that an indexer chooses in the sequences of one bucket."""
         whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_BL[0].device)
         return choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None)
 
     @staticmethod
     def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_BL: Tensors) -> Tensor:
+        """Return the outputs of a recurrence over the sequences of one bucket, one row after the other."""
         return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
 
     def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
-        """Return which tokens see which in a sequence of ``length`` tokens; masks are cached."""
+        """Return which tokens see which under ``rule`` in a sequence of ``length`` tokens, ``[length, length]`` bool;
+        masks are cached."""
         key = length, rule.window, rule.chunk
         if key not in self._masks:
             places = torch.arange(length, device=device)

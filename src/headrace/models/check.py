@@ -45,16 +45,19 @@ class _RuleRecorder(PackedPlan):
     is at position ``far``."""
 
     def __init__(self, device: torch.device, far: int) -> None:
+        """Lay out three short sequences on ``device``, the last of which has one token, at position ``far``."""
         super().__init__([FIRST, SECOND, FAR], device)
         self.positions_N[FIRST + SECOND :] = far
         self.rules: list[Rule] = []
         self.recurrent: set[int] = set()
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Record the layer's rule, then attend as :class:`PackedPlan` does."""
         self.rules.append(rule)
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Record that the layer keeps a state, then compute as :class:`PackedPlan` does."""
         self.recurrent.add(key[0])
         return super().recur(key, recurrence, inputs_N)
 
@@ -84,6 +87,8 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
             model, path, f"transformers' own attention fails, so that nothing can be compared: {error}"
         ) from error
     model.set_attn_implementation(NAME)
+    if alone_NV.isnan().any():
+        raise _refusal(model, path, "its logits are not numbers (NaN), as transformers itself computes them")
     difference = ((packed_NV - alone_NV).abs().amax(-1).median() / alone_NV.abs().max()).item()
     if difference > TOLERANCE[model.dtype]:  # weights that are not finite may pass: their logits fail later
         raise _refusal(
@@ -96,7 +101,7 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
 
 def _refuse_strange_layers(model: PreTrainedModel, path: str, plan: _RuleRecorder) -> None:
     """Raise :class:`~headrace.base.errors.ModelError` unless every layer attends once or keeps a state, or its type
-    says that it does neither."""
+    says that it does neither. ``plan`` has recorded the calls of a forward pass."""
     layers = [rule.layer for rule in plan.rules]
     kinds = getattr(model.config, "layers_block_type", None) or getattr(model.config, "layer_types", None) or []
     free = {layer for layer, kind in enumerate(kinds) if kind in TOKENWISE}
@@ -138,6 +143,7 @@ def _refuse_other_limits(model: PreTrainedModel, path: str, plan: _RuleRecorder)
 
 
 def _in_words(size: float) -> str:
+    """Return the number of tokens that a layer sees, in words; infinity stands for all."""
     return "all tokens" if size == torch.inf else f"the last {size:.0f} tokens"
 
 
@@ -163,14 +169,16 @@ _FOUND: ContextVar[dict[int, int]] = ContextVar("found")
 
 
 def _make_mask(*, q_length: int, kv_length: int, local_size: int | None = None, device: Any = None, **_: Any) -> Tensor:
-    """Return a mask that holds its window, or the size of its chunks, in every place."""
+    """Return a mask that holds the window of a layer, or the size of its chunks, in every place, and 0 for none.
+    Transformers calls it to make the masks of the implementation :data:`MASKED`."""
     return torch.full((1, 1, q_length, kv_length), float(local_size or 0), device=device)
 
 
 def _note_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: Any
 ) -> tuple[Tensor, None]:
-    """Note the size that a layer's mask holds, in place of attention."""
+    """Note the size that a layer's mask holds. Transformers calls it in place of attention, so that the returned output
+    has its shape and consists of zeros."""
     size = None if attention_mask is None else attention_mask.flatten()[0].item()
     if size is not None and size >= 0:  # what a model has made of the mask itself says nothing
         _FOUND.get()[module.layer_idx] = int(size)  # type: ignore[index]
@@ -182,6 +190,7 @@ AttentionMaskInterface.register(MASKED, _make_mask)
 
 
 def _refusal(model: PreTrainedModel, path: str, reason: str) -> ModelError:
+    """Return the error for a model in ``path`` that cannot be used, for ``reason``."""
     return ModelError(
         f"model.path={path!r} is a {type(model).__name__}: {reason}",
         remedy=SUPPORTED,

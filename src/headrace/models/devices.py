@@ -129,7 +129,9 @@ def settle(
 def _gangs(
     name: str, trainers: tuple[str, ...], gpus: int, count: int, width: int, *, only_cpu: bool
 ) -> tuple[str, ...]:
-    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with nobody."""
+    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with nobody. ``name``
+    is the setting ``engine.device``, ``trainers`` are the devices of the learner, and ``gpus`` is the number of GPUs of
+    the machine. Raises :class:`~headrace.base.errors.ConfigError` if there are too few."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return (CPU,) * count
     named = gpu_numbers(name)
@@ -182,18 +184,21 @@ def _one(setting: str, name: str, *, gpus: int, usual: int, only_cpu: bool) -> s
 
 
 def _words(gpus: int) -> str:
+    """Return in words which GPUs torch sees, if there are ``gpus`` of them."""
     return {0: "no GPU", 1: "one GPU, cuda:0"}.get(gpus, f"{gpus} GPUs, cuda:0 to cuda:{gpus - 1}")
 
 
 def _remedy(setting: str, gpus: int) -> str:
+    """Return the remedy for a setting that names a GPU which does not exist on a machine with ``gpus`` GPUs."""
     if gpus:
         return f"set {setting} = 'auto', or one of those"
     return f"set {setting} = 'auto' or 'cpu'; for a GPU, install torch with CUDA and look at nvidia-smi"
 
 
 def _ranks(name: str, *, ranks: int, gpus: int, only_cpu: bool) -> tuple[str, ...]:
-    """Return the device of each rank. Each rank needs a GPU of its own, since NCCL allows nothing else, and the
-    ranks use torch's GPUs from the first on."""
+    """Return the device of each rank of the learner, given the setting ``learner.device`` as ``name``. Each rank needs
+    a GPU of its own, since NCCL allows nothing else, and the ranks use torch's GPUs from the first on. Raises
+    :class:`~headrace.base.errors.ConfigError` if there are too few."""
     first = _one("learner.device", name, gpus=gpus, usual=0, only_cpu=only_cpu)
     if first == CPU or ranks == 1:
         return (first,) * ranks

@@ -35,6 +35,7 @@ class Gap:
     at: int
     """The index of the token with the largest difference."""
     num_tokens: int
+    """The number of tokens that were compared."""
 
     @classmethod
     def between(cls, log_mu_N: npt.NDArray[np.floating], log_pi_N: npt.NDArray[np.floating]) -> Gap:
@@ -56,7 +57,7 @@ class Gap:
         )
 
     def within(self, largest: float) -> bool:
-        """Return whether the mean is at most ``largest``. It is not if it is NaN."""
+        """Return whether the mean difference is at most ``largest``, in nats. It is not if it is NaN."""
         return self.mean_abs <= largest
 
 

@@ -24,7 +24,9 @@ _SNAPSHOT = re.compile(r"/models--(?P<repo>[\w.-]+)/snapshots/(?P<commit>[0-9a-f
 SETTINGS = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "spiece.model")
 """The file patterns of a model's settings and tokenizer, all of which are small."""
 WEIGHTS = ("model*.safetensors", "adapter_model.safetensors")
+"""The file patterns of weights that are read."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+"""The file patterns of pickled weights, which would run code and are never read."""
 MODEL_PATHS = (
     *("model.path", "model.lora.adapter", "learner.critic.path"),
     *("learner.reference.path", "learner.old.path"),
@@ -70,7 +72,8 @@ def called(path: str) -> str:
 
 
 def with_models(tree: dict[str, Any], change: Change) -> dict[str, Any]:
-    """Return the settings ``tree`` with every value that names a model replaced by the result of ``change``."""
+    """Return ``tree``, the settings of a run file as nested dicts, with every value that names a model replaced by the
+    result of ``change``."""
     for setting in MODEL_PATHS:
         *sections, key = setting.split(".")
         path = _table_at(tree, sections).get(key)
@@ -108,9 +111,10 @@ def same_repository(name: str, other: str) -> bool:
 
 
 def local_directory(path: str, setting: str = "model.path", *, weights: bool = True, fetch: bool = True) -> str:
-    """Return the directory for ``path``, the value of ``setting``: ``path`` itself, or the snapshot of the model with
-    that name on a hub. The snapshot is downloaded unless the cache contains it. Without ``weights`` only the small
-    files are needed; without ``fetch`` only the cache is used.
+    """Return the directory for ``path``, the value of ``setting``: ``path`` itself if it exists or cannot be a name on
+    a hub, otherwise the snapshot of the model with that name. The snapshot is downloaded unless the cache contains it.
+    Without ``weights`` only the settings and the tokenizer are needed. Without ``fetch`` nothing is downloaded, and if
+    the cache does not contain the snapshot, the result names no directory.
 
     Raises :class:`~headrace.base.errors.ModelError`.
     """
@@ -139,7 +143,9 @@ def _failures() -> tuple[type[Exception], ...]:
 
 
 def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fetch: bool) -> str:
-    """Return the directory of a snapshot of the repository, from the cache or downloaded."""
+    """Return the directory of a snapshot of the repository ``repo`` (OWNER/NAME), from the cache or downloaded; see
+    :func:`local_directory`. ``revision`` is ``None`` for the newest one, and ``patterns`` are those of the files that
+    are needed."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -161,7 +167,7 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
 
 
 def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str | None:
-    """Return the directory of a repository in the local cache of the hub; ``None`` if it is not there."""
+    """Return the directory of a snapshot in the local cache of the hub; ``None`` if the cache has no such snapshot."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
@@ -171,7 +177,8 @@ def _cached(repo: str, revision: str | None, patterns: tuple[str, ...]) -> str |
 
 
 def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, local_files_only: bool) -> str:
-    """Download the files that match ``patterns``, and return their directory."""
+    """Return the directory of a snapshot, after downloading those files that match ``patterns`` and are not in the
+    cache. With ``local_files_only`` nothing is downloaded, and an error is raised if the cache has no such snapshot."""
     from huggingface_hub import snapshot_download
 
     return snapshot_download(
@@ -184,7 +191,8 @@ def _download(repo: str, revision: str | None, patterns: tuple[str, ...], *, loc
 
 
 def _refuse_without_safetensors(files: Iterable[str]) -> None:
-    """Refuse a repository whose weights are not safetensors."""
+    """Raise :class:`~headrace.base.errors.ModelError` for a repository of these ``files`` whose weights are not
+    safetensors."""
     names = [name for name in files if "/" not in name]
     if any(fnmatch(name, pattern) for name in names for pattern in WEIGHTS):
         return
@@ -200,7 +208,8 @@ def _refuse_without_safetensors(files: Iterable[str]) -> None:
 
 
 def _refusal(path: str, setting: str, error: Exception) -> ModelError:
-    """Return the error for users that explains why a model is not available."""
+    """Return the error for users that explains why the model ``path``, the value of ``setting``, is not available,
+    given the hub library's ``error``."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
@@ -236,6 +245,7 @@ def _refusal(path: str, setting: str, error: Exception) -> ModelError:
 
 
 def _first_line(error: Exception) -> str:
+    """Return the kind of an error, and the first line of its text."""
     return f"{type(error).__name__}: {error}".partition("\n")[0]
 
 

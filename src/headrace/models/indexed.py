@@ -33,25 +33,34 @@ LEAST_HEADS = 8
 
 
 class KeyExchange:
-    """The part of transformers' cache that an indexer uses: it gives its keys and gets those to score."""
+    """A stand-in for transformers' cache with only the part that an indexer uses: the indexer gives it its keys and
+    gets those to score. ``exchange`` is the function between the two."""
 
     def __init__(self, exchange: Callable[[Tensor], Tensor]) -> None:
+        """Make the stand-in; ``exchange`` returns the keys to score, given those of the pass."""
         self._exchange = exchange
 
     def update_indexer(self, key_BLD: Tensor, layer: int) -> Tensor:
-        """Return the keys that are scored, given those of the pass."""
+        """Return the keys that the indexer of ``layer`` scores, given those of the pass. Transformers' indexer calls
+        it."""
         return self._exchange(key_BLD)
 
 
 class _KeysKnown(Exception):
+    """The exception by which :func:`keys_of` ends an indexer's forward pass as soon as its keys are known. It carries
+    them."""
+
     def __init__(self, keys: Tensor) -> None:
+        """Carry ``keys``, ``[N, D]``."""
         self.keys = keys
 
 
 def keys_of(choose: Choose, inputs_N: tuple[Tensor, ...]) -> Tensor:
-    """Return the indexer's keys ``[N, D]`` of the tokens of a pass, and score nothing."""
+    """Return the indexer's keys ``[N, D]`` of the tokens of a pass, given its inputs, and score nothing. ``choose``
+    runs the indexer."""
 
     def stop(key_BLD: Tensor) -> Tensor:
+        """End the indexer's forward pass, as soon as its keys are known."""
         raise _KeysKnown(key_BLD[0])
 
     nothing = torch.ones(1, 1, 1, dtype=torch.bool, device=inputs_N[0].device)
@@ -67,8 +76,10 @@ class IndexerForward:
     packed sequence; in other calls, it runs the module's own forward."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Take the place of the forward of ``module``, an indexer."""
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self.plan: Any = None
+        """The plan of the present call of the model, which a hook of the attention module sets; ``None`` without."""
         self._own = module.forward
 
     def __call__(
@@ -80,6 +91,8 @@ class IndexerForward:
         *further: Any,
         **named: Any,
     ) -> Tensor | ChosenTokens:
+        """Return the tokens that the plan lets the indexer choose; without a plan, return what the module's own forward
+        pass returns. The arguments are those of transformers."""
         if self.plan is None:
             return self._own(  # type: ignore[no-any-return]
                 hidden_states, q_resid, position_embeddings, attention_mask, *further, **named
@@ -90,14 +103,16 @@ class IndexerForward:
 
     @torch.no_grad()
     def choose(self, inputs_BL: tuple[Tensor, ...], seen_BLC: Tensor, cache: object) -> Tensor:
-        """Return the mask of the chosen tokens (see :data:`headrace.models.attention.Choose`)."""
+        """Return the mask ``[B, L, C]`` of the chosen tokens among those that ``seen_BLC`` allows, by the module's own
+        forward pass over padded rows (see :data:`headrace.models.attention.Choose`)."""
         hidden, resid, cos, sin = inputs_BL
         places_BLk = self._own(hidden, resid, (cos, sin), seen_BLC, None, cache).long()
         return torch.zeros_like(seen_BLC).scatter_(-1, places_BLk, True) & seen_BLC
 
 
 def install(model: nn.Module) -> None:
-    """Let the indexers of a loaded model choose among the tokens that a plan shows them."""
+    """Replace the forward passes of the indexers of a loaded model, so that they choose among the tokens that a plan
+    shows them."""
     for module in model.modules():
         indexer = getattr(module, "indexer", None)
         if isinstance(indexer, nn.Module):
@@ -116,7 +131,8 @@ def is_indexer(module: nn.Module) -> bool:
 
 
 def _hand_over(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Give the plan of the call to the indexer of an attention module."""
+    """Give the plan of the call to the indexer of an attention module, before the module runs; a hook of that module.
+    Return the changed arguments of the call; ``None``, for a call without a plan, leaves them as they are."""
     plan = kwargs.get(PLAN)
     module.indexer.forward.plan = plan  # type: ignore[union-attr]
     return None if plan is None else (args, {**kwargs, "attention_mask": NO_MASK})

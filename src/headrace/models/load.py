@@ -12,6 +12,8 @@ import copy
 import itertools
 import json
 import math
+import re
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,11 +21,13 @@ from headrace.base.buffers import zeros
 from headrace.base.errors import ConfigError, ModelError
 from headrace.models.config import SUPPORTED, ModelConfig
 from headrace.models.hub import pinned
+from headrace.models.mixtures import is_mixture, num_experts
 from headrace.models.rope import BY_LENGTH, BY_POSITION, unknown_rope, wrong_factors
 from headrace.models.settings import (
     BUILDING,
     LAYER_TYPES,
     REMEDY,
+    by_layer,
     model_directory,
     read_config,
     read_whole_config,
@@ -67,9 +71,10 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         if isinstance(error, ModelError):
             raise
         _refuse_own_attention(config.path, error)
-        raise ModelError(
-            f"model.path={config.path!r} cannot be loaded: {type(error).__name__}: {error}", remedy=REMEDY
-        ) from error
+        if lacking := _missing_of_experts(model_directory(config.path)):
+            refuse_incomplete(config.path, {"missing_keys": lacking, "mismatched_keys": []})
+        words = _unknown_value(read, error) or f"{type(error).__name__}: {error}"
+        raise ModelError(f"model.path={config.path!r} cannot be loaded: {words}", remedy=REMEDY) from error
     refuse_incomplete(config.path, info)
     refuse_superfluous(config.path, model, info)
     if config.lora is not None:
@@ -82,6 +87,34 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
     if config.deterministic:
         _make_deterministic(model, config.path)
     return model
+
+
+def _missing_of_experts(directory: Path) -> list[str]:
+    """Return the tensors that some experts of a layer lack and others have, by the names in the files of
+    ``directory``. transformers joins the experts of a layer, and does not say which tensor it has missed."""
+    from safetensors import safe_open
+
+    experts: dict[str, set[str]] = defaultdict(set)
+    parts: dict[str, set[str]] = defaultdict(set)
+    names = set[str]()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="numpy") as opened:
+            names.update(opened.keys())
+    for name in names:
+        if found := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..+)", name):
+            experts[found[1]].add(found[2])
+            parts[found[1]].add(found[3])
+    wanted = {f"{layer}{number}{part}" for layer in experts for number in experts[layer] for part in parts[layer]}
+    return sorted(wanted - names)
+
+
+def _unknown_value(config: PreTrainedConfig, error: Exception) -> str:
+    """Return the setting of ``config`` whose value transformers has looked up in vain, in words; empty if ``error`` is
+    another error."""
+    if not isinstance(error, KeyError):
+        return ""
+    names = [name for name, value in config.to_dict().items() if value in error.args]
+    return f"transformers knows no {names[0]}={error.args[0]!r}" if names else ""
 
 
 def supported_config(path: str) -> PreTrainedConfig:
@@ -97,10 +130,11 @@ def supported_config(path: str) -> PreTrainedConfig:
 
 def ready(model: PreTrainedModel) -> PreTrainedModel:
     """Return ``model`` in evaluation mode, without dropout, and with our implementations of the layers that keep a
-    state or choose what they attend to."""
+    state or choose what they attend to. The correction biases of routers are no trained weights."""
     import torch
 
     from headrace.models import indexed, recurrent
+    from headrace.models.weights import CORRECTION_BIAS
 
     model = model.eval()
     recurrent.install(model)
@@ -108,12 +142,15 @@ def ready(model: PreTrainedModel) -> PreTrainedModel:
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
+    for name, parameter in model.named_parameters():
+        if name.endswith(CORRECTION_BIAS):  # as the model's class declares, which loading a file forgets
+            parameter.requires_grad_(False)
     return model
 
 
 def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Return the model with our attention and transformers' report of the weights that it found; of a multimodal
-    checkpoint, the text part."""
+    """Return the model with our attention and transformers' report of the weights that it found. ``read`` are the
+    settings of the model or, of a multimodal checkpoint, of its text part, which is then what is returned."""
     import torch
 
     from headrace.models.attention import NAME
@@ -142,8 +179,8 @@ def _from_files(config: ModelConfig, read: PreTrainedConfig) -> tuple[PreTrained
 
 
 def _align(model: PreTrainedModel) -> None:
-    """Move weights on a CPU to cache-line boundaries, in large pages. In a safetensors file they begin anywhere, and
-    a vector that crosses two cache lines takes twice as long to read."""
+    """Move the weights on a CPU to cache-line boundaries, in large pages; the parameters stay the same objects. In a
+    safetensors file they begin anywhere, and a vector that crosses two cache lines takes twice as long to read."""
     import torch
 
     there = [parameter for parameter in model.parameters() if parameter.device.type == "cpu"]
@@ -224,6 +261,7 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             directory, local_files_only=True, trust_remote_code=False
         )
     except Exception as error:  # the tokenizers package raises bare Exception
+        read_config(path)  # the tokenizer's class needs the model's settings: where they are wrong, that is said
         raise ModelError(
             f"the tokenizer of model.path={path!r} cannot be loaded: {type(error).__name__}: {error}",
             remedy="copy the tokenizer's files into the model's directory again",
@@ -251,19 +289,46 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
     )
 
 
+def refuse_settings(path: str, config: PreTrainedConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ModelError` for settings of the model in ``path`` that no supported model
+    has. Neither torch nor the model's class is needed to see them."""
+    kind = config.model_type
+    if strange := sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES):
+        raise ModelError(
+            f"model.path={path!r} is a {kind}: it has layers of type {', '.join(strange)}", remedy=SUPPORTED
+        )
+    if strange_rope := unknown_rope(config):
+        raise ModelError(
+            f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "
+            "depend on the length of a sequence, or of its neighbours",
+            remedy=f"use a model whose rope_type is one of {', '.join(sorted(BY_POSITION | BY_LENGTH.keys()))}",
+        )
+    if wrong := _impossible_setting(config):
+        raise ModelError(
+            f"model.path={path!r} is a {kind} whose config.json says {wrong}",
+            remedy="copy config.json from where the model comes from",
+        )
+    if wrong := wrong_factors(config):
+        raise ModelError(
+            f"model.path={path!r} is a {kind} with a rope_type='longrope' whose {wrong}",
+            remedy="copy config.json from where the model comes from: it has one factor for each pair of dimensions",
+        )
+
+
 def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
-    """Refuse an architecture that engine and learner cannot compute."""
+    """Raise :class:`~headrace.base.errors.ModelError` for an architecture that engine and learner cannot compute, by
+    the settings of the model in ``path`` and by what transformers has for it."""
     from headrace.models import indexed
     from headrace.models.recurrent import foreign_mixer
     from headrace.models.text_part import causal_class
 
     kind = config.model_type
-    strange = sorted(set(getattr(config, "layer_types", None) or ()) - LAYER_TYPES)
     reasons = {
         "it is an encoder-decoder": config.is_encoder_decoder,
         "transformers knows no causal language model of that type": causal_class(config) is None,
-        f"it has layers of type {', '.join(strange)}": strange,
     }
+    if not any(reasons.values()):
+        refuse_settings(path, config)
     if "indexed_attention" in (getattr(config, "layer_types", None) or ()) and kind not in indexed.KINDS:
         reasons["it has layers of type indexed_attention, with another indexer than a deepseek_v32's"] = True
     heads = int(getattr(config, "index_n_heads", None) or 0)
@@ -273,23 +338,26 @@ def _refuse_unsupported(path: str, config: PreTrainedConfig) -> None:
         )
     foreign = "" if any(reasons.values()) else foreign_mixer(config)
     reasons[f"it has layers of type linear_attention, computed by {foreign}, whose state cannot be kept"] = foreign
-    if strange_rope := unknown_rope(config):
-        raise ModelError(
-            f"model.path={path!r} is a {kind}: rope_type={strange_rope!r} is unknown here, so that its numbers might "
-            "depend on the length of a sequence, or of its neighbours",
-            remedy=f"use a model whose rope_type is one of {', '.join(sorted(BY_POSITION | BY_LENGTH.keys()))}",
-        )
-    if wrong := wrong_factors(config):
-        raise ModelError(
-            f"model.path={path!r} is a {kind} with a rope_type='longrope' whose {wrong}",
-            remedy="copy config.json from where the model comes from: it has one factor for each pair of dimensions",
-        )
     for reason, applies in reasons.items():
         if applies:
-            raise ModelError(
-                f"model.path={path!r} is a {kind}: {reason}",
-                remedy=SUPPORTED,
-            )
+            raise ModelError(f"model.path={path!r} is a {kind}: {reason}", remedy=SUPPORTED)
+
+
+def _impossible_setting(config: PreTrainedConfig) -> str:
+    """Return the first setting that no model can have, in words; empty if there is none."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if isinstance(longest, int) and longest < 1:
+        return f"max_position_embeddings={longest}"
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        size = getattr(config, "attention_chunk_size", None)
+        if not isinstance(size, int) or size < 1:
+            return f"attention_chunk_size={size}, with layers of type chunked_attention"
+    if getattr(config, "chunk_size", None) == 0:
+        return "chunk_size=0"
+    chosen = max(by_layer(config, "num_experts_per_tok"), default=0)
+    if is_mixture(config) and chosen > (most := num_experts(config)):
+        return f"num_experts_per_tok={chosen}, of {most} experts"
+    return ""
 
 
 def refuse_multimodal(path: str, reason: str) -> None:
@@ -304,7 +372,7 @@ def refuse_multimodal(path: str, reason: str) -> None:
 
 
 def _refuse_quantised(path: str) -> None:
-    """Refuse a model with quantised weights."""
+    """Raise :class:`~headrace.base.errors.ModelError` for a model with quantised weights."""
     config = read_whole_config(path)
     quantised = getattr(config, "quantization_config", None)
     if quantised is not None:
@@ -317,8 +385,8 @@ def _refuse_quantised(path: str) -> None:
 
 
 def _refuse_own_attention(path: str, error: Exception) -> None:
-    """Raise the error for older architectures, which look attention up in a table of their own and do not find our
-    name."""
+    """Raise :class:`~headrace.base.errors.ModelError` if ``error``, with which loading has failed, is that of an older
+    architecture: these look attention up in a table of their own and do not find our name."""
     from headrace.models.attention import NAME
 
     if isinstance(error, KeyError) and error.args == (NAME,):
@@ -330,7 +398,8 @@ def _refuse_own_attention(path: str, error: Exception) -> None:
 
 
 def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
-    """Raise :class:`ModelError` for missing weights: transformers would fill them with random numbers and a warning."""
+    """Raise :class:`ModelError` for weights that the files lack, by ``info``, transformers' report of loading the model
+    in ``path``: transformers would fill them with random numbers and a warning."""
     mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
     missing = sorted(info["missing_keys"]) + sorted(mismatched)
     if missing:
@@ -342,40 +411,51 @@ def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
 
 
 def refuse_superfluous(path: str, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Raise :class:`ModelError` for weights in the files that belong to the layers or the head of ``model`` and have no
-    place in them: the model that these weights were trained in computes something else.
+    """Raise :class:`ModelError` for weights in the files that belong to the layers, the rest of the backbone or the
+    head of ``model`` and have no place in them: the model that these weights were trained in computes something else.
+    ``info`` is transformers' report of loading the model in ``path``.
 
-    Weights that transformers ignores on purpose, and layers that the configuration counts as layers for later tokens,
-    are not among them.
+    Weights that transformers ignores on purpose, those beside the backbone (such as the head of a value function), and
+    layers that predict later tokens, which only drafts use, are not among them.
     """
     import torch
 
     head, lists = model.get_output_embeddings(), (torch.nn.ModuleList, torch.nn.ModuleDict)
-    computed = [name for name, each in model.named_modules() if isinstance(each, lists) or each is head]
+    layers = [name for name, each in model.named_modules() if isinstance(each, lists)]
+    computed = [name for name, each in model.named_modules() if each is head or (name and each is model.base_model)]
+    inside = tuple(f"{name}." for name in layers)
     known = {name for name, _ in model.named_buffers()}
     later = range(model.config.num_hidden_layers, model.config.num_hidden_layers + _num_later_layers(model.config))
-    after = tuple(f"{name}.{number}." for name in computed for number in later)
+    after = tuple(
+        place
+        for place in (f"{name}.{number}." for name in layers for number in later)
+        if any(name.startswith((f"{place}enorm", f"{place}eh_proj")) for name in info["unexpected_keys"])
+    )
     found = sorted(
         name
         for name in info["unexpected_keys"]
-        if name.startswith(tuple(f"{each}." for each in computed)) and not name.startswith(after) and name not in known
+        if name.startswith(tuple(f"{each}." for each in (*layers, *computed)))
+        and not name.startswith(after)
+        and (name.startswith(inside) or not any(part.startswith("mtp") for part in name.split(".")))
+        and name not in known
     )
     if found:
         shown = ", ".join(found[:5]) + (f" and {len(found) - 5} more" if len(found) > 5 else "")
         raise ModelError(
-            f"the files of model.path={path!r} hold weights of layers that config.json does not ask for: {shown}",
+            f"the files of model.path={path!r} hold weights that config.json does not ask for: {shown}",
             remedy="make config.json fit the weights, or remove from the files what the model does not compute",
         )
 
 
 def _num_later_layers(config: PreTrainedConfig) -> int:
-    """Return the number of layers behind the model's own that predict later tokens, which only drafts use."""
+    """Return the number of layers behind the model's own that predict later tokens, by the settings of the model."""
     return int(getattr(config, "num_nextn_predict_layers", None) or 0)
 
 
 def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig) -> None:
     """Raise :class:`ModelError` if ``config.json`` describes a model far larger than the files, before it is built:
-    where settings are missing, transformers takes those of a model of many billions of weights."""
+    where settings are missing, transformers takes those of a model of many billions of weights. ``whole`` are the
+    settings of the checkpoint in ``path``, and ``read`` those of its text part, the same for a model of text alone."""
     import torch
 
     from headrace.models.text_part import causal_class, whole_class
@@ -411,6 +491,7 @@ def _make_deterministic(model: PreTrainedModel, path: str) -> None:
 
 
 def _safetensors_remedy(directory: Path) -> str:
+    """Return the remedy for a directory without safetensors weights, which may hold pickled ones."""
     if any(directory.glob("*.bin")):
         return "convert it: AutoModelForCausalLM.from_pretrained(path).save_pretrained(path) writes safetensors"
     return REMEDY

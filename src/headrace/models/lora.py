@@ -70,7 +70,8 @@ _IGNORED = frozenset(
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, base: str) -> None:
     """Add the policy's adapter to ``model``, in place, and one for each of ``config.agents``. All are trained; the
-    policy's is active until a :class:`Switch` changes that. See :func:`add_adapter`."""
+    policy's is active until a :class:`Switch` changes that. ``base`` is the directory of the model. See
+    :func:`add_adapter`."""
     add_adapter(model, config, base)
     for agent in config.agents:
         begins = None if config.adapter is None else str(directory_of(Path(config.adapter), agent))
@@ -92,6 +93,7 @@ class Switch:
     accumulated gradients stay the same."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Find the trained adapters of ``model``, which may have none: then there is nothing to switch."""
         names = [name for name, parameter in model.named_parameters() if of_adapter(name) and parameter.requires_grad]
         trained = dict.fromkeys(map(adapter_of, names))
         self._layers: list[Any] = [module for module in model.modules() if _is_adapted(module)]
@@ -101,8 +103,9 @@ class Switch:
 
     @contextmanager
     def on(self, agent: str) -> Iterator[None]:
-        """Activate the adapter of ``agent`` within this context, for forward passes and for backward passes that
-        recompute."""
+        """Activate the adapter of ``agent`` (empty for the policy's) inside the ``with`` block, for forward passes and
+        for backward passes that recompute; the one before is active again afterwards. Raises
+        :class:`~headrace.base.errors.ModelError` for an agent that trains no adapter."""
         if agent not in self.agents:
             raise ModelError(f"agent {agent!r} trains no adapter", remedy=f"choose one of {', '.join(self.agents[1:])}")
         if len(self.agents) == 1:
@@ -116,6 +119,7 @@ class Switch:
             self._point(before)
 
     def _point(self, names: list[str]) -> None:
+        """Make the adapters of these names the ones that every adapted layer computes with."""
         for layer in self._layers:
             layer._active_adapter = names  # peft's set_adapter would freeze the others
 
@@ -171,7 +175,7 @@ def active(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 
 def active_adapter(model: nn.Module) -> str:
-    """Return the name of the active adapter."""
+    """Return the name of the adapter that is active in ``model``, which must have one."""
     layer: Any = next(module for module in model.modules() if _is_adapted(module))
     (name,) = layer.active_adapters
     return str(name)
@@ -255,7 +259,7 @@ def read_adapter(directory: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def config_of(directory: Path) -> LoraConfig:
-    """Return the configuration with which the adapter in ``directory`` can be loaded."""
+    """Return the settings with which the adapter in ``directory`` can be loaded beside its base."""
     tree, _ = read_adapter(directory)
     targets = tree.get("target_modules")
     return LoraConfig(
@@ -278,7 +282,8 @@ def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
 
 
 def _refuse_other(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
-    """Raise :class:`ModelError` for an adapter whose tensors would fit, and whose base or settings differ."""
+    """Raise :class:`ModelError` for an adapter whose tensors would fit, and whose base or settings differ. ``tree`` are
+    the settings in the adapter's ``directory``, and ``held`` those of peft for the adapter in the model."""
     base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
     if base and called(str(base)) != called(here):
         raise ModelError(
@@ -316,7 +321,8 @@ def _peft() -> Any:
 
 
 def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
-    """Return peft's configuration for these settings and this model."""
+    """Return peft's configuration of an adapter with the settings ``config`` for this model, which was loaded from
+    ``base``."""
     wanted, names = config.target_modules, _linear_names(peft, model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(
@@ -334,8 +340,8 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
 
 
 def _named(model: nn.Module, ends: list[str], names: list[str]) -> list[str]:
-    """Return the names of layers that end with one of ``ends``. Raises :class:`ModelError` for an end that matches
-    none."""
+    """Return those of ``names``, the layers that can be adapted, that end with one of ``ends``. Raises
+    :class:`ModelError` for an end that matches none."""
     ends = [_name_here(model, end) for end in ends]  # a file of an adapter has the names of its base
     lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
     if lost:
@@ -405,6 +411,8 @@ def _expert_names(model: nn.Module) -> list[str]:
 
 
 def _select(model: nn.Module, name: str) -> None:
+    """Make the adapter ``name`` the active one in every layer; peft also makes it the only one that requires
+    gradients."""
     for module in model.modules():
         if _is_adapted(module):
             module.set_adapter(name)  # type: ignore[operator]
@@ -416,8 +424,8 @@ def _is_adapted(module: nn.Module | None) -> bool:
 
 
 def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
-    """Write one adapter to ``directory`` in the format of peft, with the names that its tensors have in the base
-    model."""
+    """Write the adapter ``name`` of ``model`` to ``directory`` in the format of peft, with ``tensors`` as its weights
+    under the names that they have in the base model."""
     prefixes, config = _prefixes_of(model), copy.copy(model.peft_config[name])
     kept = {f"{_PREFIX}{with_prefix(key, prefixes)}": tensor.contiguous() for key, tensor in tensors.items()}
     save_file(kept, directory / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -428,6 +436,8 @@ def _write(model: PreTrainedModel, name: str, tensors: Mapping[str, Tensor], dir
 
 
 def _prefixes_of(model: nn.Module) -> dict[str, str]:
+    """Return how the names of an adapted model's layers begin, and how they begin in its base; empty if they are the
+    same."""
     found: dict[str, str] = getattr(model, _PREFIXES, {})
     return found
 

@@ -16,7 +16,7 @@ from headrace.models.text_part import whole_checkpoint, write_whole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """The effect of merging an adapter."""
+    """The effect of merging an adapter into its base, as :func:`export_merged` counts it."""
 
     changed: int
     """The number of weights that the adapter changes, in float32."""

@@ -34,10 +34,15 @@ def routes(config: PreTrainedConfig) -> bool:
 
 def is_mixture(config: PreTrainedConfig) -> bool:
     """Return whether a model of this configuration has several experts."""
-    return max(_counts(config), default=0) > 1
+    return num_experts(config) > 1
+
+
+def num_experts(config: PreTrainedConfig) -> int:
+    """Return the number of experts of a layer, the largest if layers differ; 0 for a dense model."""
+    return max(_counts(config), default=0)
 
 
 def _counts(config: PreTrainedConfig) -> list[int]:
-    """Return the numbers of experts in a configuration; empty for a dense model."""
+    """Return the numbers of experts that a configuration names; empty for a dense model."""
     read = config.ffn_config if config.model_type == "dbrx" else config
     return [count for name in _EXPERTS if (count := max(by_layer(read, name), default=0))]

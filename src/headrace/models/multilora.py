@@ -54,12 +54,14 @@ _ATTENTION = re.compile(r"attn|attention|mixer|mamba|ssm", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptableLayer:
-    """A linear layer that can be adapted."""
+    """A linear layer of a model that can get an adapter."""
 
     part: str
     """The part of the model that it belongs to: :data:`ATTENTION`, :data:`MLP` or :data:`HEAD`."""
     num_inputs: int
+    """I, the size of its input."""
     num_outputs: int
+    """O, the size of its output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -75,6 +77,7 @@ class LoraTensors:
     _pairs: dict[str, tuple[Tensor, Tensor]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        """Collect A and B of each adapted layer."""
         for name in sorted({key.rpartition(".")[0] for key in self.tensors}):
             self._pairs[name] = self.tensors[f"{name}.lora_A"], self.tensors[f"{name}.lora_B"]
 
@@ -83,7 +86,7 @@ class LoraTensors:
         return self._pairs.get(name)
 
     def copy(self) -> LoraTensors:
-        """Return a copy without gradients, which stays what it is while this one is trained."""
+        """Return a copy without gradients, which does not change while this adapter is trained on."""
         tensors = {name: tensor.detach().clone() for name, tensor in self.tensors.items()}
         return LoraTensors(rank=self.rank, scale=self.scale, tensors=tensors)
 
@@ -93,7 +96,7 @@ class Segment:
     """The tokens of one pass that one adapter computes."""
 
     lora: LoraTensors | None
-    """``None`` for tokens that the base computes alone."""
+    """The adapter; ``None`` for tokens that the base computes alone."""
     rows_N: Tensor | None = None
     """The indices of its tokens in the pass; ``None`` for all of them."""
     rows_K: Tensor | None = None
@@ -111,7 +114,7 @@ class LoraStack:
     @classmethod
     @torch.no_grad()
     def of(cls, loras: Sequence[LoraTensors]) -> LoraStack:
-        """Return the stack of ``loras``, in their order."""
+        """Return the stack of ``loras``, whose numbers in it are their places in this order."""
         rank = -(-max(each.rank for each in loras) // RANK_STEP) * RANK_STEP
         pairs = dict[str, tuple[Tensor, Tensor]]()
         for name in sorted({key for each in loras for key in each._pairs}):
@@ -149,7 +152,8 @@ class _GroupedRows:
 
     @classmethod
     def of(cls, adapter_N: npt.NDArray[np.int32], num_adapters: int, device: torch.device) -> _GroupedRows:
-        """Return the rows of a stack of ``num_adapters`` in a pass whose tokens belong to ``adapter_N``."""
+        """Return the layout of a pass in which token n belongs to the adapter with number ``adapter_N[n]``, of
+        ``num_adapters`` in a stack; −1 for none."""
         of_each = [np.flatnonzero(adapter_N == adapter) for adapter in range(num_adapters)]
         most = max(map(len, of_each))
         gather_GM, used_GM = np.zeros((num_adapters, most), np.int64), np.zeros((num_adapters, most), bool)
@@ -161,8 +165,9 @@ class _GroupedRows:
 
 
 class MultiLora:
-    """The hooks on the linear layers of one model, and what they compute now. It is not thread-safe: a model is used by
-    one thread at a time. Weights of the base are frozen.
+    """The hooks on the linear layers of one model, which add the products of adapters in the passes for which
+    :meth:`on` or :meth:`on_rows` chooses some. It is not thread-safe: a model is used by one thread at a time. Weights
+    of the base are frozen.
 
     >>> import tempfile; from pathlib import Path
     >>> from headrace.models import ModelConfig, load_model
@@ -210,8 +215,9 @@ class MultiLora:
         """Whether the model holds weights of experts, which get no adapter here."""
 
     def new(self, *, rank: int, parts: Sequence[str], seed: int, alpha: float = 32.0) -> LoraTensors:
-        """Return a new adapter of the layers of ``parts``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by
-        layer in the order of names; B is 0, so that training begins at the base. torch's generators do not change."""
+        """Return a new adapter of the layers of ``parts`` (attention, MLP, head) with the inner size ``rank`` and the
+        scale ``alpha / rank``. A is drawn from ``seed``, uniform in ±1/√inputs, layer by layer in the order of names; B
+        is 0, so that training begins at the base. torch's generators do not change."""
         generator = torch.Generator().manual_seed(seed)
         tensors: dict[str, Tensor] = {}
         for name, shape in self.shapes_of(rank=rank, parts=parts).items():
@@ -235,7 +241,8 @@ class MultiLora:
 
     @contextmanager
     def on(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Compute each segment's tokens with its adapter within this context, for forward passes."""
+        """Compute each segment's tokens with its adapter inside the ``with`` block, in forward passes with or without
+        gradients."""
         before, self._segments = self._segments, [one for one in segments if one.lora is not None]
         try:
             yield
@@ -243,8 +250,9 @@ class MultiLora:
             self._segments = before
 
     def on_rows(self, loras: Sequence[LoraTensors], rows: AdapterRows) -> AbstractContextManager[None]:
-        """Compute each token with its adapter of ``loras`` within this context, for forward passes without
-        gradients."""
+        """Return a context in which each token is computed with its adapter of ``loras``, as ``rows`` says, in forward
+        passes without gradients. It chooses the cheapest way: kernels, one batched product for all adapters, or a
+        product of each."""
         if not loras:
             return self.on([])
         products = self._products()
@@ -273,10 +281,12 @@ class MultiLora:
                 product.lora = None
 
     def _products(self) -> dict[str, Product]:
-        """Return the products of the layers that run on kernels, of a model whose modules may have been fused since."""
+        """Return the products of those layers that run on kernels at present, by the name of the layer: modules may
+        have been fused since this object was made."""
         return {name: module.__dict__["product"] for name, module in self._modules.items() if _on_kernels(module)}
 
     def _segment(self, lora: LoraTensors, place: int, rows: AdapterRows) -> Segment:
+        """Return the segment of the tokens that belong to ``lora``, whose number in ``rows`` is ``place``."""
         tokens, logits = (torch.from_numpy(np.flatnonzero(each == place)) for each in (rows.adapter_N, rows.adapter_K))
         return Segment(lora=lora, rows_N=tokens.to(self.device), rows_K=logits.to(self.device))
 
@@ -290,7 +300,8 @@ class MultiLora:
         return stack
 
     def _hook(self, name: str, is_head: bool) -> Any:
-        """Return the forward hook of a module, which adds the adapters of all segments to its output."""
+        """Return the forward hook of the layer ``name``, which adds the products of the present pass's adapters to its
+        output. The head (``is_head``) computes only the tokens whose logits are needed."""
 
         def add(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
             """Return the output of a layer with the products of the adapters added, each for the rows that use it."""
@@ -314,6 +325,8 @@ class _StackPass:
     """A pass with a stack of adapters. The rows of batched products are laid out when the first hook asks for them."""
 
     def __init__(self, stack: LoraStack, rows: AdapterRows, num_adapters: int, device: torch.device) -> None:
+        """Prepare a pass with ``stack``, of ``num_adapters`` adapters; ``rows`` says which of them computes each
+        token."""
         self.stack, self.rows = stack, rows
         self._num_adapters, self._device = num_adapters, device
         self._grouped: dict[bool, _GroupedRows] = {}
@@ -332,7 +345,8 @@ def _on_kernels(module: nn.Module) -> bool:
 
 
 def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: float, rows: Tensor | None) -> Tensor:
-    """Return ``output`` with the product of the adapter added to ``rows``."""
+    """Return ``output``, that of a linear layer for the inputs ``given``, with the adapter's product added to ``rows``;
+    ``None`` for all rows. ``pair`` is A and B."""
     a_RI, b_OR = pair
     flat_NO = output.view(-1, output.shape[-1])
     given_NI = given.reshape(-1, given.shape[-1])
@@ -345,7 +359,8 @@ def _plus(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], scale: flo
 
 
 def _plus_stack(output: Tensor, given: Tensor, pair: tuple[Tensor, Tensor], rows: _GroupedRows) -> Tensor:
-    """Return ``output`` with the products of all adapters added to their ``rows``."""
+    """Return ``output``, that of a linear layer for the inputs ``given``, with the products of all adapters of a stack
+    added to their ``rows``. ``pair`` is A and B of the stack for this layer."""
     a_GIR, b_GRO = pair
     picked = given.reshape(-1, given.shape[-1]).index_select(0, rows.gather_GM.view(-1)).to(a_GIR.dtype)
     added = torch.bmm(torch.bmm(picked.view(*rows.gather_GM.shape, -1), a_GIR), b_GRO).flatten(0, 1)
@@ -380,6 +395,7 @@ def to_peft(
 
 
 def from_tensors(tensors: Mapping[str, Tensor], *, rank: int, scale: float, trained: bool) -> LoraTensors:
-    """Return the adapter of ``tensors``, which are copied; ``trained`` says whether they get gradients."""
+    """Return the adapter of ``tensors``, named as :attr:`LoraTensors.tensors` and copied; ``trained`` says whether they
+    get gradients."""
     own = {name: tensor.detach().clone().requires_grad_(trained) for name, tensor in tensors.items()}
     return LoraTensors(rank=rank, scale=scale, tensors=own)

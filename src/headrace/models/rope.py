@@ -78,6 +78,7 @@ def wrong_factors(config: PreTrainedConfig) -> str:
 
 
 def _are_factors(given: Any) -> TypeGuard[list[float]]:
+    """Return whether a setting is a list of positive numbers."""
     return isinstance(given, list) and all(isinstance(one, (int, float)) and one > 0 for one in given)
 
 

@@ -83,7 +83,9 @@ def read_whole_config(path: str) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         if isinstance(error, StrictDataclassError):
             _refuse_unknown_layers(path, tree)  # transformers would name types that are refused here
-        raise ModelError(f"{file} cannot be used: {error}", remedy=REMEDY) from error
+        corrected = "correct that setting, or copy config.json from where the model comes from"
+        remedy = corrected if isinstance(error, StrictDataclassError) else REMEDY
+        raise ModelError(f"{file} cannot be used: {error}", remedy=remedy) from error
 
 
 def _refuse_unknown_layers(path: str, tree: dict[str, Any]) -> None:
@@ -152,9 +154,11 @@ def model_directory(path: str) -> Path:
 
 
 class _Torch(ModuleType):
-    """A stand-in for the module torch that imports it when an attribute is first used."""
+    """A stand-in for the module torch, put into a module of transformers, that imports torch when an attribute is first
+    used."""
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the real torch, which is imported for it."""
         return getattr(importlib.import_module("torch"), name)
 
 

@@ -73,11 +73,13 @@ def causal_class(config: PreTrainedConfig) -> type[PreTrainedModel] | None:
 
 @cache
 def with_head(backbone: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """Return a causal language model class: ``backbone`` and a linear head, whose weights may be tied to the
-    embedding."""
+    """Return a causal language model class: ``backbone``, a class of transformers that returns hidden states, and a
+    linear head, whose weights may be tied to the embedding."""
     family = next(kind for kind in backbone.__mro__[1:] if issubclass(kind, PreTrainedModel))
 
     class TextModelWithHead(family, GenerationMixin):  # type: ignore[misc, valid-type]
+        """The class that :func:`with_head` returns: the backbone, and a linear head over the vocabulary."""
+
         config_class = backbone.config_class
         base_model_prefix = "model"
         _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 - transformers' protocol
@@ -182,7 +184,8 @@ class TextPlace:
         return {with_prefix(name, prefixes): tensor for name, tensor in text.state_dict().items()}
 
     def prefixes(self, text: PreTrainedModel) -> dict[str, str]:
-        """Return what the names of the text model begin with, and what they begin with in the multimodal model."""
+        """Return how the names of the text model's tensors begin, each mapped to how they begin in the multimodal
+        model."""
         return {f"{trunk_name(text)}.": f"{self.backbone}.", f"{_head_name(text)}.": f"{self.head}."}
 
 
@@ -198,7 +201,7 @@ def with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
 
 
 def prefixes_in_base(base: str, text: PreTrainedModel) -> dict[str, str]:
-    """Return what the names of the model ``text`` begin with, and what they begin with in transformers' model of
+    """Return how the names of the model ``text`` begin, each mapped to how they begin in transformers' model of
     ``base``, the directory it was loaded from; empty for a directory of text alone, whose names are the same."""
     config = read_whole_config(base)
     if text_config_of(base, config) is config:
@@ -252,8 +255,10 @@ def write_whole(base: Path, text: PreTrainedModel, out: Path) -> None:
 def _placed(
     base: Path, shapes: dict[str, list[int]], named: dict[str, Tensor], whole: PreTrainedModel
 ) -> dict[str, Tensor]:
-    """Return the tensors of the text part by their names in the checkpoint's files, which are those of transformers'
-    conversions or, for a checkpoint that was written without them, the names in the model."""
+    """Return the tensors of the text part, ``named`` as in the multimodal model ``whole``, by their names in the
+    checkpoint's files. These are the names of transformers' conversions or, for a checkpoint that was written without
+    them, the names in the model. ``shapes`` are the shapes of the tensors in the files. Raises :class:`ModelError` if
+    one has no place."""
     from transformers.core_model_loading import revert_weight_conversion
 
     problems = []
@@ -298,7 +303,7 @@ def _refuse_difference(path: str, whole: PreTrainedModel, text: PreTrainedModel)
 
 
 def _plain_ids(config: PreTrainedConfig, vocab_size: int) -> Iterable[int]:
-    """Yield ids of tokens that stand for text: not those that a configuration names, such as that of an image."""
+    """Return ids of tokens that stand for text: not those that a configuration names, such as that of an image."""
     barred = set(_numbers(config.to_dict(), ("_token_id", "_token_index")))
     plain = [number for number in range(min(vocab_size, 8 * PROBE)) if number not in barred]
     return [plain[place * 7 % len(plain)] for place in range(PROBE)]
@@ -347,18 +352,20 @@ def trunk_name(text: PreTrainedModel) -> str:
 
 
 def _head_name(text: PreTrainedModel) -> str:
+    """Return the name of the module of a causal language model that returns its logits."""
     head = text.get_output_embeddings()
     return next(str(name) for name, module in text.named_modules() if module is head)
 
 
 def _correct(path: Path, change: Any) -> None:
+    """Replace the JSON in a file by what ``change`` makes of it; a file that does not exist is left out."""
     if path.is_file():
         path.write_text(json.dumps(change(json.loads(path.read_text(encoding="utf-8"))), indent=2), encoding="utf-8")
 
 
 def _in_format(tree: dict[str, Any], dtype: str) -> dict[str, Any]:
-    """Return the settings of a checkpoint whose text part has the number format ``dtype``, so that reading it loses
-    nothing."""
+    """Return the settings ``tree`` of a checkpoint, with ``dtype`` as the number format of the text part, so that
+    reading it loses nothing."""
     changed: dict[str, Any] = {key: dtype for key in ("dtype", "torch_dtype") if key in tree}
     inner = {
         key: _in_format(each, dtype)

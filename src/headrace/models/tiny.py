@@ -19,18 +19,22 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinySpec:
-    """The description of a model for :func:`make_tiny`."""
+    """The description of a small random model for :func:`make_tiny`. Tests, the demo and benchmarks use such models."""
 
     vocab: str
     """The characters of the tokenizer, each once; their ids follow the three special tokens in this order."""
     seed: int = 0
+    """The seed of the random weights."""
     kind: str = "qwen3"
     """The ``model_type`` of any causal language model that transformers supports."""
     hidden_size: int = 64
     """The size of a token's hidden state; a multiple of ``num_heads``."""
     num_layers: int = 2
+    """The number of layers."""
     num_heads: int = 4
+    """The number of query heads of a layer."""
     num_kv_heads: int = 2
+    """The number of key-value heads of a layer."""
     intermediate_size: int = 128
     """The size of a token's inner activation in the feed-forward part of a layer."""
     max_positions: int = 512

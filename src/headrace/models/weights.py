@@ -16,7 +16,7 @@ DEFAULT = "default"
 
 CORRECTION_BIAS = "e_score_correction_bias"
 """The name of the tensor that routers add to the scores of experts when they choose, in every family that has one
-(DeepSeek-V3, arXiv 2412.19437, section 2.1.2). In most families it is a buffer: no gradient moves it."""
+(DeepSeek-V3, arXiv 2412.19437, section 2.1.2): a buffer or, in a few, a parameter that no gradient moves."""
 
 _LORA = "lora_"
 """The prefix of the names that peft adds to a layer; the name of the adapter is the next part of the name."""
@@ -24,7 +24,7 @@ _LORA = "lora_"
 
 def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter of ``model`` once, by name, in the order of its modules; a tied one under its first name.
-    The correction biases of routers, which are buffers, follow.
+    The correction biases of routers that are buffers follow.
 
     For a model with adapters, only the trained parameters are returned. The names of the policy's, or of the only
     adapter's, do not contain the adapter's name; those of agents with adapters of their own do. The other parameters
@@ -47,11 +47,12 @@ def weight_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def correction_biases(model: nn.Module) -> dict[str, Tensor]:
-    """Return the correction biases of a mixture's routers by name, where they are buffers; none for a model with
+    """Return the correction biases of a mixture's routers by name, which no gradient moves; none for a model with
     adapters, whose base never changes."""
     if is_adapted(model):
         return {}
-    return {name: tensor for name, tensor in model.named_buffers() if name.endswith(CORRECTION_BIAS)}
+    fixed = (each for each in model.named_parameters() if not each[1].requires_grad)
+    return {name: tensor for name, tensor in (*model.named_buffers(), *fixed) if name.endswith(CORRECTION_BIAS)}
 
 
 def fixed_buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -75,13 +76,13 @@ def in_file_format(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str,
 
 
 def refuse_not_finite(model: nn.Module, path: str) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError`, which names the tensors, if parameters of ``model`` are infinite
-    or not a number. ``path`` is the directory they were read from.
+    """Raise :class:`~headrace.base.errors.ModelError`, which names the tensors, if parameters of ``model`` or the
+    correction biases of its routers are infinite or not a number. ``path`` is the directory they were read from.
 
-    Each parameter is read once and not copied. Buffers are not checked, because masks in them hold -inf. Of a sharded
-    parameter, this rank's part is checked.
+    Each tensor is read once and not copied. Other buffers are not checked, because masks in them hold -inf. Of a
+    sharded tensor, this rank's part is checked.
     """
-    found = not_finite(dict(model.named_parameters()))
+    found = not_finite(dict(model.named_parameters()) | correction_biases(model))
     if found:
         raise ModelError(
             f"the weights of model.path={path!r} are infinite or not a number: {first_of(found)}",

@@ -5,7 +5,8 @@
                           │ slots.py: copy, stage, commit between two steps             ▼
                           └───────────────────────── publish ◀───────────────────── optim_step: version + 1
 
-The gradient is the sum of those of all calls since the last ``optim_step``, each divided by its own denominator.
+The gradient is the sum of those of all calls of ``forward_backward`` since the last ``optim_step``, each divided by its
+own denominator.
 """
 
 from headrace.base.types.messages.engine import StaleFork

@@ -1,9 +1,10 @@
 """The comparison of a policy's engine with its learner when the policy is opened.
 
 Both have the same weights and must compute the same log-probabilities up to rounding; otherwise no sample could be
-trained on.
+trained on. The *probe* is a few sequences of random tokens that both compute. μ is the engine's distribution, π the
+learner's.
 
-Shape legend: N tokens of the probe.
+Shape legend: N tokens of the probe, S its sequences.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ _LENGTHS = (2, 7, 40)
 
 
 def probe_tokens(vocab_size: int, longest: int) -> list[Tokens]:
-    """Return a few sequences of at most ``longest`` tokens, drawn from the whole vocabulary."""
+    """Return the sequences of the probe: random ids from the whole vocabulary, at most ``longest`` tokens each. They
+    are the same in every call."""
     rng = np.random.default_rng(0)
     lengths = [min(length, longest) for length in _LENGTHS]
     return [Tokens.observed(rng.integers(0, vocab_size, length).astype(np.int32)) for length in lengths]
 
 
 def probe_batch(step: int, sequences: list[Tokens]) -> Batch:
-    """Return the batch of ``sequences`` whose mask selects every token but the first of each."""
+    """Return the batch of ``sequences`` with which the learner computes their logprobs. Its mask selects every token
+    but the first of each, which has no logprob. ``step`` is the version of the learner's weights."""
     samples = [
         TrainSample(key=EpisodeKey(0, place), tokens=tokens, mask_T=np.arange(len(tokens)) > 0, advantage=0.0)
         for place, tokens in enumerate(sequences)
@@ -41,9 +44,10 @@ def probe_batch(step: int, sequences: list[Tokens]) -> Batch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeSettings:
-    """The settings on which the rounding of engine and learner depends."""
+    """The settings on which the rounding differences between engine and learner depend."""
 
     model: ModelConfig
+    """The settings of the model: its number format, and whether it is deterministic."""
     temperature: float
     """Temperature by which both divide logits."""
     rerouted: bool
@@ -58,7 +62,9 @@ class ProbeSettings:
 
 
 def refuse_mismatch(batch: Batch, log_mu_N: FloatColumn, log_pi_N: FloatColumn, settings: ProbeSettings) -> None:
-    """Raise :class:`~headrace.base.errors.RunError` if the log-probabilities differ more than rounding explains."""
+    """Raise :class:`~headrace.base.errors.RunError` if the logprobs of the probe by the engine (``log_mu_N``) and by
+    the learner (``log_pi_N``) differ more than rounding explains. Both follow the tokens of ``batch``, and are compared
+    where its mask is true."""
     (places,) = np.nonzero(batch.mask_N)
     if not len(places):
         return

@@ -23,7 +23,8 @@ Table = Mapping[str, Any] | Section
 
 
 class PolicyConfig(Section):
-    """The settings from which a policy is made."""
+    """The settings from which a :class:`~headrace.policy.policy.Policy` is made. Its validators refuse what only a run
+    with several processes can do."""
 
     model: ModelConfig
     """The model that is trained."""
@@ -81,7 +82,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_agents(self) -> Self:
-        """Refuse adapters of agents."""
+        """Refuse one adapter for each of several agents: a policy trains one."""
         agents = list(self.model.adapter_agents)
         if agents:
             raise ConfigError(
@@ -92,7 +93,7 @@ class PolicyConfig(Section):
 
     @model_validator(mode="after")
     def _has_no_critic(self) -> Self:
-        """Refuse a critic."""
+        """Refuse the settings of a critic (a value model), and advantages that need one."""
         if self.algo.advantage.by_critic or self.learner.critic != CriticConfig():
             raise ConfigError(
                 "a policy of a loop of its own has no critic: algo.advantage='gae' and learner.critic are for runs",
@@ -123,8 +124,10 @@ class PolicySettings(TypedDict, total=False):
 def resolve(
     base: Mapping[str, Any], settings: Mapping[str, Any], lr: float | None, loss: str | Mapping[str, Any] | None
 ) -> PolicyConfig:
-    """Return the settings ``base`` overridden by ``settings``, ``lr`` and ``loss``. ``algo`` replaces that of the base;
-    the other sections are merged key by key.
+    """Return the settings of a policy: ``base`` (from a saved policy, as nested dicts) overridden by ``settings``, by
+    ``lr`` for ``learner.lr`` and by ``loss`` for ``algo.loss``; ``None`` overrides nothing. A given ``algo`` replaces
+    that of the base; the other sections are merged key by key. A local path of the model becomes absolute. Raises
+    :class:`~headrace.base.errors.ConfigError` for invalid settings.
 
     >>> resolve({"model": {"path": "m"}}, {"engine": {"temperature": 0.8}}, 1e-5, "gspo").algo.loss.kind
     'gspo'
@@ -146,12 +149,14 @@ def resolve(
 
 
 def with_local_models(config: PolicyConfig) -> PolicyConfig:
-    """Return the settings with a local directory for each model of a hub, which is downloaded if it is not in the
-    cache."""
+    """Return the settings with a local directory in place of each model name of a hub; such a model is downloaded if it
+    is not in the cache."""
     tree = config.model_dump(mode="json")
     found = with_models(tree, lambda setting, path: local_directory(path, setting))
     return config if found == tree else validate(PolicyConfig, found)
 
 
 def _tree(section: Section) -> dict[str, Any]:
+    """Return a section as nested dicts with only the keys that were set, so that it overrides no others; of ``algo``,
+    which is replaced as a whole, with all keys."""
     return section.model_dump(mode="json", exclude_unset=not isinstance(section, AlgoConfig))

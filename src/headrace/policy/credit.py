@@ -1,4 +1,4 @@
-"""Computation of advantages from rewards, nested as samples are."""
+"""Computation of advantages from rewards, nested as samples are: one list for each prompt, or one flat list."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from headrace.base.errors import ConfigError, DataError
 def advantages_of(
     name: str | None, rewards: Sequence[Any], groups: Sequence[Any] | None, options: Mapping[str, Any], algo: AlgoConfig
 ) -> list[Any]:
-    """Return the advantages called ``name``, or those of ``algo`` if it is ``None``; see
-    :meth:`headrace.policy.Policy.advantages`.
+    """Return one advantage for each reward, by the formula called ``name`` with its ``options``, or by that of ``algo``
+    if ``name`` is ``None``. ``rewards`` are a list for each prompt, whose rewards share a baseline, or one flat list
+    with ``groups``, the label of each reward's group. The result is nested as ``rewards`` are.
+    :meth:`headrace.policy.Policy.advantages` calls this. Raises :class:`~headrace.base.errors.DataError` without
+    rewards and :class:`~headrace.base.errors.ConfigError` for options that do not fit.
 
     >>> advantages_of("rloo", [[1, 0], [0, 0]], None, {}, AlgoConfig())
     [[1.0, -1.0], [0.0, 0.0]]

@@ -4,7 +4,8 @@
                └─▶ policy: learner packed │ engine scores │ engine decodes ──▶ the same, compared with it
                      └─▶ one step ─▶ publish ─▶ save, export ─▶ transformers reads it: the same as the engine
 
-Shape legend: T tokens of a sequence, N tokens of a pass.
+A *gap* is the difference |Δ logprob| of one token, computed in two ways. Shape legend: T tokens of a sequence, N tokens
+of a pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from headrace.models.mixtures import is_mixture, routes
 from headrace.models.rope import rope_types
 from headrace.models.settings import BUILDING, by_layer, limit_of, read_config, read_whole_config
 from headrace.models.text_part import causal_class
+from headrace.models.weights import vocabulary_of
 from headrace.policy.policy import Policy
 from headrace.run.session.exporting import export
 
@@ -56,6 +58,7 @@ class ModelFinding(msgspec.Struct, frozen=True, kw_only=True):
     """What was checked: ``load``, ``gap learner``, ``gap engine``, ``pack``, ``decode``, ``train``, ``publish`` or
     ``export``."""
     ok: bool
+    """Whether this part is as it should be."""
     detail: str
     """The observation in words; for a failure, where it is."""
     gap: float | None = None
@@ -75,15 +78,16 @@ class ModelReport(msgspec.Struct, kw_only=True):
     remedy: str = ""
     """What to do about a refusal; empty where only the reason is known."""
     facts: dict[str, str] = {}
-    """What computes it in the engine."""
+    """The implementations that compute it in the engine, by name."""
     findings: list[ModelFinding] = []
 
     @property
     def ok(self) -> bool:
-        """Return whether the model works."""
+        """Whether the model works."""
         return self.verdict == "works"
 
     def __str__(self) -> str:
+        """Return the report as lines of text for the user."""
         lines = [f"{self.path}: {self.kind} {self.verdict}" + (f": {self.reason}" if self.reason else "")]
         lines += [f"  remedy: {self.remedy}"] if self.remedy else []
         lines += [f"  {'ok  ' if each.ok else 'FAIL'} {each.part}: {each.detail}" for each in self.findings]
@@ -94,7 +98,8 @@ class ModelReport(msgspec.Struct, kw_only=True):
 def check_model(
     path: str, *, dtype: str = "float32", lora: bool = False, longest: int = LONGEST, whole: bool = True
 ) -> ModelReport:
-    """Run the whole check on the model directory ``path``; never raise for what the model does.
+    """Run the check on the model directory ``path`` in the number format ``dtype``, and return the report. Errors of
+    the model become part of the report and are never raised.
 
     ``lora`` trains an adapter instead of the weights. ``longest`` bounds the compared sequences, in tokens.
     ``whole=False`` leaves training, publication and export out.
@@ -119,9 +124,11 @@ def check_model(
 
 
 class _Check:
-    """One check of one model."""
+    """One check of one model. ``config`` says how the model is loaded, ``report`` receives the findings, and
+    ``longest`` bounds the compared sequences, in tokens."""
 
     def __init__(self, config: ModelConfig, report: ModelReport, longest: int) -> None:
+        """Load the model, choose how long the compared sequences are, and draw their tokens at random."""
         self._model: PreTrainedModel | None = load_model(config.model_copy(update={"lora": None}))
         self._config = config
         self._report = report
@@ -130,11 +137,13 @@ class _Check:
         self._most_far = REROUTED_SHARE if is_mixture(read) else 0.0
         self._lengths = compared_lengths(read, limit_of(config.path).length, longest)
         rng = np.random.default_rng(0)
-        self._vocab = vocab = load_tokenizer(config.path).vocab_size  # ids that stand for text
+        # ids that stand for text; a tokenizer may have more than its model
+        known = load_tokenizer(config.path).vocab_size
+        self._vocab = vocab = min(known, vocabulary_of(self._model))
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
-        """Make all checks of the model, in order; with ``whole``, the longer ones too."""
+        """Make all checks of the model, in order; with ``whole``, training, publication and export too."""
         model, self._model = self._model, None
         assert model is not None
         self._note("load", f"{type(model).__name__}, {sum(each.numel() for each in model.parameters()):,} weights")
@@ -145,21 +154,25 @@ class _Check:
             asyncio.run(self._policy(reference, expected, whole=whole))
 
     def _learner(self, model: PreTrainedModel, expected: list[Span]) -> None:
-        """Compare the learner's pass over each sequence alone, and over all of them packed into one."""
+        """Check the learner's forward pass: compare the logprobs of each sequence alone with those of transformers
+        (``expected``), and those of all sequences packed into one pass with those of each alone."""
         alone = [self._packed(model, [ids_T])[0] for ids_T in self._sequences]
         packed = self._packed(model, self._sequences)
         self._compare("gap learner", alone, expected)
         self._compare("pack", packed, [(each, each) for each in alone])
 
     def _packed(self, model: PreTrainedModel, sequences: list[Any]) -> list[FloatColumn]:
-        """Return the logprobs of the sequences, computed in one packed pass."""
+        """Return the logprobs of every token but the first of each of ``sequences`` (token ids), computed in one packed
+        pass."""
         lengths = [len(ids_T) for ids_T in sequences]
         with torch.no_grad():
             logits_NV = forward(model, torch.from_numpy(np.concatenate(sequences)).long(), PackedPlan(lengths))
         return [_next(part_TV, ids_T) for part_TV, ids_T in zip(logits_NV.split(lengths), sequences, strict=True)]
 
     async def _policy(self, reference: PlainModel, expected: list[Span], *, whole: bool) -> None:
-        """Compare what the engine scores and what it decodes; then train, publish and export."""
+        """Open a policy with the model, and compare the logprobs that its engine scores and that it records while it
+        decodes with those of transformers (``reference``; ``expected`` are those of the compared sequences). With
+        ``whole``, then train, publish and export."""
         longest = max(self._lengths)
         room = min(longest + 32, limit_of(self._config.path).length)
         policy = Policy.load(
@@ -179,7 +192,8 @@ class _Check:
                 await self._trained(policy)
 
     async def _decoded(self, policy: Policy, reference: PlainModel) -> None:
-        """Compare the log-probabilities that the engine recorded while it sampled after a short and a long prompt."""
+        """Compare the logprobs that the engine recorded while it sampled after two prompts with those that transformers
+        computes of the same tokens."""
         room = policy.config.engine.max_context or limit_of(self._config.path).length
         prompts = [Tokens.observed(ids_T[: room - 16]) for ids_T in self._sequences[-2:]]
         groups = await policy.sample(prompts, n=2, max_new_tokens=12, temperature=1.0)
@@ -195,7 +209,8 @@ class _Check:
         self._compare("decode", found, wanted)
 
     async def _trained(self, policy: Policy) -> None:
-        """Make one step, publish it, and read the exported weights with transformers."""
+        """Make one optimizer step, publish it to the engine, save and export the policy, and compare the logprobs of
+        the exported weights in transformers with those of the engine."""
         prompt = Tokens.observed(self._sequences[1])
         groups = await policy.sample([prompt, prompt], n=2, max_new_tokens=8)
         gradient = policy.forward_backward(groups, [[1.0, -0.5], [0.5, -1.0]])
@@ -216,27 +231,30 @@ class _Check:
             shutil.rmtree(place, ignore_errors=True)
 
     def _compare(self, part: str, found: list[FloatColumn], wanted: list[Span]) -> None:
-        """Note how far the columns of sequences are outside the spans of theirs, and where it is most."""
+        """Record the finding ``part``: how far the logprobs ``found`` of each sequence lie outside the spans ``wanted``
+        that transformers allows, and at which token most. It fails if rounding does not explain that."""
         pairs = [(one, np.clip(one, *span)) for one, span in zip(found, wanted, strict=True) if len(one)]
-        gaps = {len(one): Gap.between(one, nearest) for one, nearest in pairs}
-        if not gaps:
+        if not pairs:
             return
-        worst = max(gaps, key=lambda length: gaps[length].worst)
-        gap = gaps[worst]
+        gap, length = max(
+            ((Gap.between(one, nearest), len(one)) for one, nearest in pairs), key=lambda found: found[0].worst
+        )
         ok = all(is_rounding(*pair, self._largest, most_far=self._most_far) for pair in pairs)
-        where = f"at token {gap.at + 1} of {worst}"
+        where = f"at token {gap.at + 1} of {length}"
         detail = f"largest |Δ logprob| {gap.worst:.2g} {where}, mean {gap.mean_abs:.2g}"
         if not ok:
             detail = f"{part}: {detail}; rounding explains a mean of {self._largest:g}"
         self._note(part, detail, ok, gap.worst)
 
     def _note(self, part: str, detail: str, ok: bool = True, gap: float | None = None) -> None:
+        """Add a finding to the report; the arguments are its fields (:class:`ModelFinding`)."""
         self._report.findings.append(ModelFinding(part=part, ok=ok, detail=detail, gap=gap))
 
 
 def is_rounding(found: FloatColumn, wanted: FloatColumn, largest: float, *, most_far: float) -> bool:
-    """Return whether rounding explains the difference of two columns: its mean is at most ``largest``, and the share of
-    tokens with :data:`WORST` times as much is at most ``most_far``.
+    """Return whether rounding explains the difference of the logprobs ``found`` and ``wanted`` of the same tokens: its
+    mean is at most ``largest``, and the share of tokens whose gap exceeds :data:`WORST` times ``largest`` is at most
+    ``most_far``.
 
     >>> column, moved = np.zeros(200), np.array([0.05] + [0.0] * 199)
     >>> is_rounding(moved, column, 1e-3, most_far=0.0), is_rounding(moved, column, 1e-3, most_far=0.01)
@@ -247,7 +265,8 @@ def is_rounding(found: FloatColumn, wanted: FloatColumn, largest: float, *, most
 
 
 def _replays(config: Any) -> bool:
-    """Return whether the routing of this model can be replayed; a dense model has none to replay."""
+    """Return whether the model of this configuration has no unsupported mixture of experts, so that routing can be
+    recorded and replayed; this is also true of a dense model, which has none."""
     try:
         routes(config)
     except ModelError:
@@ -268,13 +287,13 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
 
 
 Span = tuple[FloatColumn, FloatColumn]
-"""The least and the greatest log-probability that transformers computes of each token: in float32 alone they are one.
-What lies between its float32 and its float64 is not told from its rounding."""
+"""The least and the greatest log-probability that transformers computes of each token, in float32 and in float64; they
+are equal where it computes in one format only. A value between them cannot be distinguished from its rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlainModel:
-    """A model as transformers alone runs it."""
+    """A model as transformers alone runs it, the reference of the check."""
 
     model: PreTrainedModel
     exact: PreTrainedModel | None
@@ -283,7 +302,8 @@ class PlainModel:
 
     @torch.no_grad()
     def logprobs(self, ids_T: Any) -> Span:
-        """Return log p of every token but the first, from plain passes over this sequence."""
+        """Return the least and the greatest logprob of every token but the first, from one plain pass over this
+        sequence in each number format."""
         ids = torch.from_numpy(np.asarray(ids_T)).long()[None]
         models = [self.model] if self.exact is None else [self.model, self.exact]
         columns = [_next(model(input_ids=ids, use_cache=False).logits[0], ids_T) for model in models]
@@ -292,7 +312,8 @@ class PlainModel:
 
 @contextmanager
 def plain(config: ModelConfig) -> Iterator[PlainModel]:
-    """Yield the model as transformers alone runs it: the whole model, if the checkpoint is multimodal."""
+    """Load the model with transformers alone, with its plain attention, and yield it: the whole model, if the
+    checkpoint is multimodal. Raises :class:`~headrace.base.errors.ModelError` if it is no causal language model."""
     whole, read = read_whole_config(config.path), read_config(config.path)
     multimodal = type(whole) is not type(read)
     kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)
@@ -319,7 +340,7 @@ def _in_float64(model: PreTrainedModel) -> PreTrainedModel | None:
 
 
 def _next(logits_TV: torch.Tensor, ids_T: Any) -> FloatColumn:
-    """Return log p of every token but the first, from the logits before it."""
+    """Return the logprob of every token of ``ids_T`` but the first, from the logits at the token before it."""
     following = torch.from_numpy(np.asarray(ids_T)).long()[1:, None]
     exact_TV = logits_TV[:-1] if logits_TV.dtype == torch.float64 else logits_TV[:-1].float()
     column: FloatColumn = exact_TV.log_softmax(-1).gather(1, following)[:, 0].float().numpy()

@@ -4,7 +4,8 @@ A function f of all log π of a batch, however it combines them, has the gradien
 computed once on all of them. Its *slopes*, the partial derivatives ∂f/∂log π_i, then are the weights of the plain sum
 Σ_i slope_i · log π_i, whose gradient is that of f, however the batch is divided into micro-batches.
 
-Shape legend: N tokens of the samples one after the other.
+π is the policy in training; log π_i is the log-probability of token i. Shape legend: N tokens of the samples one after
+the other.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ Choice = str | Mapping[str, Any] | AlgoConfig
 """A loss by name, or the ``[algo]`` table of a run file, or its record."""
 
 Metrics = Mapping[str, Any]
+"""Numbers to report, by name."""
 Formula = Callable[[LossInputs], Tensor | tuple[Tensor, Metrics]]
 """The loss of a whole batch as a scalar, with or without metrics."""
 
 
 class ReplaceableObjective(Objective):
-    """An objective that delegates to another one, which can be replaced between batches."""
+    """An objective that delegates everything to another one, which can be replaced between batches: the learner of a
+    policy keeps one objective, and each ``forward_backward`` may choose its loss."""
 
     def __init__(self, first: Objective) -> None:
+        """Delegate to ``first`` until :meth:`choose` replaces it."""
         self.choose(first)
 
     def choose(self, objective: Objective) -> None:
@@ -47,63 +51,78 @@ class ReplaceableObjective(Objective):
 
     @property
     def old(self) -> Any:
+        """The policy that is π_old, by the present objective, such as ``"learner"`` or ``"engine"``."""
         return self._now.old
 
     @property
     def critic(self) -> Any:
-        return None  # the caller computes advantages
+        """Always ``None``: no critic is trained, since the caller computes the advantages."""
+        return None
 
     @property
     def teaching(self) -> Any:
+        """Always ``None``: no advantages come from a teacher."""
         return None
 
     @property
     def num_updates(self) -> int:
+        """The number of optimizer steps that the present objective makes of one batch."""
         return self._now.num_updates
 
     @property
     def columns(self) -> frozenset[Column]:
+        """The names of the columns that the present objective reads and the learner has to compute."""
         return self._now.columns
 
     @property
     def selects(self) -> bool:
-        """Return whether the present objective selects tokens from the whole batch, for which the learner computes all
-        log π before it calls ``prepare``."""
+        """Whether the present objective selects tokens from the whole batch, for which the learner computes all log π
+        before it calls ``prepare``."""
         return self._now.selects
 
     def shares(self, layout: BatchLayout) -> Shares:
+        """Return the weights of the tokens of ``layout`` by the present objective, and their contribution to the
+        denominator."""
         return self._now.shares(layout)
 
     def prepare(self, whole: LossInputs) -> Tensor | None:
+        """Return the tokens that the present objective selects from the whole batch (N×P, bool); ``None`` if it selects
+        none."""
         return self._now.prepare(whole)
 
     def __call__(self, inputs: LossInputs, weights_N: Tensor) -> LossOutput:
+        """Return the loss of a micro-batch by the present objective; ``weights_N`` are the weights of its tokens."""
         return self._now(inputs, weights_N)
 
 
 class Slopes(LossSection):
-    """The loss Σ slope · log π, with the slopes in the column of advantages."""
+    """The loss Σ slope · log π of a user's own loss function, with the slopes in the column of advantages. See the
+    module for why its gradient is that of the function."""
 
     kind: Literal["slopes"] = "slopes"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
+        """Return slope · log π of every token."""
         return TokenLoss(tokens_N=inputs.advantages_N * inputs.log_pi_N)
 
 
 class Sum:
-    """The reduction Σ_tokens x, without a denominator."""
+    """The reduction Σ_tokens x, the plain sum over all tokens with loss, without a denominator."""
 
     kind: ClassVar[str] = "sum"
 
     def __call__(self, layout: BatchLayout) -> Shares:
+        """Return the weight 1 for every token with loss, and 0 for others."""
         return Shares(weights_N=layout.mask_N.float(), mass=torch.ones(()))
 
 
 LINEAR = Objective(Slopes(), (), Sum())
+"""The objective that replaces a user's loss function: Σ slope · log π, without corrections."""
 
 
 def algo_of(choice: Choice) -> AlgoConfig:
-    """Return the settings that ``choice`` stands for; a name alone leaves all others at their defaults.
+    """Return the settings of the algorithm that ``choice`` stands for: the name of a loss, which leaves all other
+    settings at their defaults, an ``[algo]`` table, or settings as they are.
 
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or key, and for a formula that reads a column
     that the learner does not compute.
@@ -133,7 +152,8 @@ def algo_of(choice: Choice) -> AlgoConfig:
 
 
 def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]]:
-    """Return ∂fn/∂log π ``[N]`` in float32, and the metrics of ``fn`` with ``loss`` among them.
+    """Call the user's loss function ``fn`` once with ``inputs``, and return its slopes ∂fn/∂log π ``[N]`` in float32, 0
+    for tokens without loss, and the metrics of ``fn`` with ``loss``, its value, among them.
 
     Raises :class:`~headrace.base.errors.DataError` if ``fn`` returns no loss, or has no finite slopes.
     """
@@ -161,12 +181,13 @@ def slopes_of(fn: Formula, inputs: LossInputs) -> tuple[Tensor, dict[str, float]
 
 
 def _number(value: Any) -> float:
+    """Return a number, or a tensor of one element, as a float."""
     return float(value.detach() if isinstance(value, Tensor) else value)
 
 
 def refuse_uncorrected(batch: Batch, algo: AlgoConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for tokens of older weights for which ``algo`` does not
-    correct."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``batch`` has tokens that older weights sampled, and ``algo``
+    neither corrects for that nor allows it (``algo.allow_uncorrected``)."""
     sampled_N = batch.mask_N & (batch.versions_N != NOT_SAMPLED)
     ages = batch.ages()[sampled_N[batch.mask_N]]
     oldest = int(ages.max(initial=0))

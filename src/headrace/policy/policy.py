@@ -1,4 +1,6 @@
-"""A policy that one process samples, trains and publishes."""
+"""A policy that one process samples, trains and publishes: a language model with an engine that samples, in a thread,
+and a learner that trains. To *publish* is to make the engine use the learner's newest weights; the *version* of weights
+is the number of optimizer steps that made them."""
 
 from __future__ import annotations
 
@@ -174,7 +176,8 @@ class Policy:
 
     @property
     def engine(self) -> LocalEngine:
-        """Return the engine of an open policy, for example to serve it."""
+        """The engine of an open policy, for example to serve it. Raises :class:`~headrace.base.errors.RunError` if the
+        policy is not open."""
         return self._open("engine")
 
     # -- sampling ---------------------------------------------------------------------------------------------------
@@ -239,7 +242,8 @@ class Policy:
         stale: StaleFork = StaleFork.RECOMPUTE,
         **how: Unpack[SampleOptions],
     ) -> list[Sample]:
-        """Return ``n`` other answers that begin with the first ``at`` tokens of ``sample``'s answer.
+        """Return ``n`` other answers that begin with the first ``at`` tokens of ``sample``'s answer. The engine
+        computes the common tokens only once where it can.
 
         These tokens are part of their prompts: they carry no loss there, and are trained with ``sample``. The engine
         remembers ``engine.fork_memory`` sequences; if it has forgotten this one, its tokens can be given as a prompt.
@@ -267,6 +271,12 @@ class Policy:
         """
         engine = self._open("score")
         divisor = self.config.engine.temperature if temperature is None else temperature
+        for one in samples:
+            if not isinstance(one, Sample | Tokens):
+                raise DataError(
+                    f"score() got a {type(one).__name__} in place of a sample",
+                    remedy="give a flat list of samples or of Tokens: [sample for group in groups for sample in group]",
+                )
         tokens = [one.full if isinstance(one, Sample) else one for one in samples]
         return await together([engine.score(one, temperature=divisor) for one in tokens])
 
@@ -363,6 +373,9 @@ class Policy:
         encoded = self._sampler.encode(prompts)
         if len(encoded) != len(answers):
             raise DataError(f"{len(encoded)} prompts and {len(answers)} answers", remedy="give an answer to each")
+        for answer in answers:
+            if not isinstance(answer, str):
+                raise DataError(f"an answer is a {type(answer).__name__}", remedy="give answers as text")
         return [self._sampler.demonstration(*pair) for pair in zip(encoded, answers, strict=True)]
 
     def save(self, directory: str | Path) -> None:
@@ -385,7 +398,8 @@ class Policy:
     # -- private ----------------------------------------------------------------------------------------------------
 
     async def _compare(self) -> None:
-        """Refuse an engine that does not compute the learner's model, because its samples could not be trained on."""
+        """Raise :class:`~headrace.base.errors.RunError` if the engine and the learner compute different logprobs of a
+        few random sequences, because samples of such an engine could not be trained on."""
         config, cache_tokens = self.config, self._core.stats().cache_blocks * BLOCK
         longest = min(self._max_context, cache_tokens, config.learner.tokens_per_microbatch)
         sequences = probe_tokens(self._vocab_size, longest)
@@ -401,18 +415,20 @@ class Policy:
         refuse_mismatch(batch, np.concatenate(scored), log_pi_N, settings)
 
     def _learner_logprobs(self, batch: Batch) -> tuple[int, FloatColumn]:
-        """Return the learner's version and its log π of the batch, after the learner's current call has ended."""
+        """Wait until the learner's current call has ended, and return the version of its weights and log π of each
+        token of ``batch``. :meth:`_compare` calls this in a thread."""
         with self._comparing:
             return self.version, self._learner.logprobs(batch)
 
     def _requirements(self) -> SampleRequirements:
+        """Return the properties that samples must have to be trained on now."""
         return SampleRequirements(
             step=self.version, temperature=self.config.engine.temperature, vocab_size=self._vocab_size
         )
 
     def _inputs(self, batch: Batch) -> Any:
-        """Return all columns of the batch, those of auxiliary models included, with log π as the leaf of the
-        differentiation."""
+        """Return the inputs of a user's loss function for the whole batch: all columns, those of auxiliary models
+        included, with log π as the tensor that the function is differentiated by."""
         mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))
         work = StepWork(batch=batch, mask_N=mask_N.numpy(), weights_N=torch.zeros(0), old=self.config.algo.old)
         log_pi_N = torch.from_numpy(self._learner.logprobs(batch)).to(self._learner.model.device).requires_grad_()
@@ -423,12 +439,14 @@ class Policy:
         return replace(inputs, groups_S=groups_S)
 
     def _weights_locked(self) -> AbstractContextManager[Any]:
-        """Return a lock that prevents publishing while the model holds weights that are not its own."""
+        """Return a context for calls during which the learner's model may compute with other weights than its own (a
+        reference or a teacher). Publishing waits until it ends. It is no lock where the learner never exchanges
+        weights."""
         return self._weights if self._learner.swaps_weights else nullcontext()
 
     def _open(self, what: str) -> LocalEngine:
-        """Return the engine. Raises :class:`~headrace.base.errors.RunError` if the policy is not open in this event
-        loop."""
+        """Return the engine of the open policy. Raises :class:`~headrace.base.errors.RunError` if the policy is not
+        open in this event loop; ``what`` names the caller's method in the error."""
         if self._engine is None:
             state = "has been closed" if self._loop is not None else "is not open"
             raise RunError(f"{what}: the policy {state}", remedy="call it inside `async with policy:`")
@@ -441,7 +459,8 @@ class Policy:
 
     @contextmanager
     def _learning(self, what: str) -> Iterator[None]:
-        """Mark the learner as used by this thread inside the ``with`` block."""
+        """Reserve the learner for this thread within the context. ``what`` names the method. Raises
+        :class:`~headrace.base.errors.RunError` if another thread is using the learner."""
         if not self._busy.acquire(blocking=False):
             raise RunError(
                 f"{what} was called while another thread is inside {self._busy_with}",
@@ -456,7 +475,9 @@ class Policy:
 
 
 def _default_sampling(config: PolicyConfig, eos_id: int) -> Sampling:
-    """Return the sampling settings of a call of ``sample`` without options."""
+    """Return the sampling parameters of a call of :meth:`Policy.sample` without options, from the settings of the
+    policy. ``eos_id`` is the tokenizer's end-of-sequence token, which ends an answer, as the model's own stop ids
+    do."""
     path = config.model.path
     return Sampling(
         max_new_tokens=config.engine.max_new_tokens,

@@ -1,4 +1,5 @@
-"""Samples, and the batch that a learner makes of them.
+"""Samples (a prompt with one answer), and the batch that a learner makes of them. The functions here check what the
+user of a policy gives to ``forward_backward``, and raise errors that name the sample.
 
 Shape legend: P tokens of a prompt, T tokens of an answer, F = P + T tokens of both, N tokens of all samples one after
 the other.
@@ -38,6 +39,7 @@ class Sample:
     """
 
     prompt: Tokens
+    """The tokens before the answer; some of them may have been sampled, in earlier turns."""
     tokens: Tokens
     """The answer, including its stop token."""
     text: str = ""
@@ -49,13 +51,15 @@ class Sample:
     sampling: Sampling | None = None
     """Settings with which it was sampled; ``None`` if it was not."""
     request_id: int = -1
-    """Number of its request in the engine, for a fork."""
+    """Number of its request in the engine, for a fork; −1 if it was not sampled."""
     engine: str = ""
     """Name of the engine that sampled it; empty if it was not sampled."""
 
     @classmethod
     def of(cls, full: Tokens, *, group: int = 0) -> Sample:
-        """Return the sample of a whole recorded conversation, up to the last sampled token.
+        """Return the sample of ``full``, a whole recorded conversation, up to its last sampled token: the last run of
+        sampled tokens is the answer, and everything before it the prompt. Raises
+        :class:`~headrace.base.errors.DataError` if no token was sampled.
 
         >>> held = Tokens.observed([5, 6]) + Tokens(ids_T=[7], logprobs_T=[-0.5], versions_T=[3]) + Tokens.observed([8])
         >>> sample = Sample.of(held)
@@ -77,7 +81,8 @@ class Sample:
 
     @property
     def mask_F(self) -> npt.NDArray[np.bool_]:
-        """Return which tokens of prompt and answer carry loss, ``[F]``."""
+        """Whether each token of prompt and answer carries loss, ``[F]``: those that a policy sampled, and the whole
+        answer."""
         return np.concatenate([self.prompt.sampled_T, np.ones(len(self.tokens), bool)])
 
 
@@ -87,7 +92,7 @@ Samples = Sequence[Sample] | Sequence[Sequence[Sample]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequirements:
-    """The properties of a learner that samples must match."""
+    """The properties of a policy's learner that samples must match to be trained on."""
 
     step: int
     """Version of the learner's weights."""
@@ -118,7 +123,8 @@ def make_batch(samples: Samples, advantages: Any, required: SampleRequirements) 
 
 
 def _flat_samples(samples: Samples) -> list[Sample]:
-    """Return the samples of all groups as one list."""
+    """Return ``samples``, in one list or one list for each prompt, as one list. Raises
+    :class:`~headrace.base.errors.DataError` for an empty list and for anything that is not a sample."""
     flat: list[Any] = []
     for one in samples:
         flat += one if isinstance(one, Sequence) else [one]
@@ -133,7 +139,8 @@ def _flat_samples(samples: Samples) -> list[Sample]:
 
 
 def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
-    """Return the advantages as one list, in the order of the samples."""
+    """Return ``advantages``, which are nested as ``samples`` are, as one list in the order of the samples. Raises
+    :class:`~headrace.base.errors.DataError` if their nesting or number differs."""
     rows = _listed(advantages, "advantages")
     _refuse_length("samples" if isinstance(samples[0], Sample) else "groups", len(samples), len(rows))
     flat: list[Any] = []
@@ -148,7 +155,8 @@ def _flat_advantages(samples: Sequence[Any], advantages: Any) -> list[Any]:
 
 
 def _listed(values: Any, name: str) -> list[Any]:
-    """Return values as a list. Raises :class:`~headrace.base.errors.DataError` if they are not one."""
+    """Return ``values`` as a list. Raises :class:`~headrace.base.errors.DataError`, with ``name``, if they are a single
+    value."""
     try:
         return list(values)
     except TypeError:
@@ -158,7 +166,8 @@ def _listed(values: Any, name: str) -> list[Any]:
 
 
 def _refuse_length(what: str, expected: int, found: int) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` if the number of advantages is not the expected one."""
+    """Raise :class:`~headrace.base.errors.DataError` if ``found``, the number of advantages, is not ``expected``, the
+    number of ``what`` (``samples`` or ``groups``)."""
     if expected != found:
         raise DataError(
             f"there are {expected} {what} and {found} advantages for them",
@@ -167,7 +176,9 @@ def _refuse_length(what: str, expected: int, found: int) -> None:
 
 
 def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
-    """Return the advantage of every token of prompt and answer, ``[F]``."""
+    """Return the advantage of every token of prompt and answer, ``[F]``, from the number for the whole ``sample`` or
+    one number for each token of its answer. ``place`` is the index of the sample, for errors. Raises
+    :class:`~headrace.base.errors.DataError` for advantages of another shape or that are not finite."""
     try:
         given = np.asarray(advantage, np.float32)
     except (TypeError, ValueError):
@@ -193,7 +204,9 @@ def _credit(place: int, sample: Sample, advantage: Any) -> FloatColumn:
 
 
 def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:
-    """Refuse a sample of another model, of a newer version or of another temperature than the policy has."""
+    """Refuse a sample that the policy cannot have sampled: with ids outside its vocabulary, of a newer version than the
+    learner's, or of another temperature. ``name`` says in the error which sample it is; ``full`` are its prompt and
+    answer."""
     outside = np.flatnonzero((full.ids_T < 0) | (full.ids_T >= required.vocab_size))
     if len(outside):
         raise DataError(

@@ -1,7 +1,8 @@
 """The sampler of a policy, which turns prompts into requests and answers into samples. All requests of one call join
 the engine's batch together.
 
-Shape legend: P tokens of a prompt, T tokens of an answer.
+All answers to one prompt are a *group*, which has the number of the prompt. Shape legend: P tokens of a prompt, T
+tokens of an answer.
 """
 
 from __future__ import annotations
@@ -61,19 +62,24 @@ class SampleOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """A request for one sequence."""
+    """A request for one answer, before it is sent to the engine."""
 
     prompt: Tokens
     group: int
+    """The number of its prompt: answers to one prompt share it."""
     sampling: Sampling
+    """The sampling parameters, with a seed of its own."""
     options: RequestOptions = PLAIN
+    """The other options of the request: the parent, for a fork."""
 
 
 class PolicySampler:
-    """The sampler of a policy. ``defaults`` are the sampling settings for calls without options; with ``keep_mask``,
-    truncated sampling records its kept-sets."""
+    """The sampler of a policy. ``defaults`` are the sampling parameters for calls without options, ``seed`` is the
+    policy's, and ``num_prompts`` is the number of prompts sampled before the policy was saved. With ``keep_mask``,
+    truncated sampling (top-k, top-p, min-p) records the entries that survived."""
 
     def __init__(self, tokenizer: Any, defaults: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
+        """Make the sampler. The arguments are described at the class; ``tokenizer`` is that of the model."""
         self._tokenizer: PromptTokenizer = tokenizer
         self._defaults = defaults
         self._seed = seed
@@ -84,7 +90,8 @@ class PolicySampler:
         """Number of prompts sampled so far, which is also the number of the next group."""
 
     def encode(self, prompts: Sequence[Prompt]) -> list[Tokens]:
-        """Return the tokens of each prompt. Raises :class:`~headrace.base.errors.DataError`, which names the prompt."""
+        """Return the tokens of each prompt, whatever its form. Raises :class:`~headrace.base.errors.DataError`, which
+        names the prompt, for one that cannot be read, and for an empty list."""
         if isinstance(prompts, str | Tokens) or not isinstance(prompts, Iterable):
             raise DataError(f"prompts is a {type(prompts).__name__}", remedy="give a list of prompts: [prompt]")
         encoded = [self._encode(place, prompt) for place, prompt in enumerate(prompts)]
@@ -93,7 +100,8 @@ class PolicySampler:
         return encoded
 
     def _encode(self, place: int, prompt: Prompt) -> Tokens:
-        """Return a prompt as tokens. ``place`` is its index, for errors."""
+        """Return a prompt of any allowed form as tokens; text and messages are tokenised here. ``place`` is its index,
+        for errors."""
         if isinstance(prompt, Tokens):
             return prompt
         if isinstance(prompt, str) or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
@@ -109,8 +117,9 @@ class PolicySampler:
     def plan(
         self, prompts: Sequence[Tokens], n: int, seed: int | None, how: Mapping[str, Any]
     ) -> list[list[SampleRequest]]:
-        """Return the requests for ``n`` answers to each prompt. A ``seed`` makes the call repeatable; without it, every
-        call draws again."""
+        """Return the requests for ``n`` answers to each prompt, a list for each. ``how`` overrides the sampling
+        parameters of the policy. A ``seed`` makes the call repeatable; without it (``None``), every call draws
+        again."""
         if isinstance(n, bool) or not isinstance(n, int) or n < 1:
             raise ConfigError(f"n={n!r} answers to each prompt", remedy="set n >= 1")
         first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompts)
@@ -128,12 +137,16 @@ class PolicySampler:
         ]
 
     def _draw(self, seed: int | None, first: int, place: int, member: int) -> int:
+        """Return the seed of one answer: number ``member`` of the prompt with the index ``place`` in this call. Without
+        a ``seed`` of the call, it follows from the policy's seed and the number of the prompt, of which ``first`` is
+        that of the call's first prompt."""
         if seed is None:
             return episode_seed(self._seed, EpisodeKey(first + place, member))
         return episode_seed(seed, EpisodeKey(place, member))
 
     def _sampling(self, how: Mapping[str, Any]) -> Sampling:
-        """Return the sampling options, those of the policy overridden by ``how``."""
+        """Return the sampling parameters of a call: those of the policy overridden by ``how``. Raises
+        :class:`~headrace.base.errors.ConfigError` for an unknown name or an invalid value."""
         known = SampleOptions.__annotations__
         for key in how:
             if key not in known:
@@ -146,13 +159,13 @@ class PolicySampler:
         return msgspec.structs.replace(sampling, record_kept=sampling.truncated and self._keep_mask)
 
     async def sample(self, engine: Engine, groups: Sequence[Sequence[SampleRequest]]) -> list[list[Sample]]:
-        """Return one sample for each request, nested as the requests are."""
+        """Send all requests to ``engine`` at once, and return one sample for each, nested as the requests are."""
         flat = await together([self._one(engine, request) for group in groups for request in group])
         samples = iter(flat)
         return [[next(samples) for _ in group] for group in groups]
 
     async def _one(self, engine: Engine, request: SampleRequest) -> Sample:
-        """Sample one answer and return it with its tokens, text and stop reason."""
+        """Sample one answer with ``engine``, and return it as a sample with its tokens, text and stop reason."""
         parts: list[Tokens] = []
         prompt, stop_reason, request_id = request.prompt, None, -1
         given_T = np.zeros(0, np.int32) if request.options.fork else prompt.ids_T
@@ -183,7 +196,8 @@ class PolicySampler:
         )
 
     def demonstration(self, prompt: Tokens, answer: str) -> Sample:
-        """Return a sample of a given answer, with the tokenizer's end-of-sequence token."""
+        """Return the sample of an ``answer`` that a person or another program gave, to be imitated. The tokenizer's
+        end-of-sequence token is appended to it."""
         tokenizer: Any = self._tokenizer
         ids = [*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id]
         self.num_prompts += 1
@@ -191,6 +205,7 @@ class PolicySampler:
 
 
 def _seeded(sampling: Sampling, seed: int) -> Sampling:
+    """Return the sampling parameters with another seed."""
     return msgspec.structs.replace(sampling, seed=seed)
 
 

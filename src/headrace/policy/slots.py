@@ -5,7 +5,8 @@ device.
     stager's thread      stage(update)         check that this is the last copy, and newer than the version in use
     engine's thread      commit_parts(...)     the engine's parameters point into it, between two steps
 
-Nothing leaves the process, so nothing is hashed: a slot is written by one copy and read only after it.
+A *slot* is one set of tensors that can hold a version of the weights. Nothing leaves the process, so nothing is hashed:
+a slot is written by one copy and read only after it.
 """
 
 from __future__ import annotations
@@ -23,10 +24,12 @@ from headrace.sync.manifest import plan
 
 
 class Slots:
-    """Both sides of the transport. ``source`` are the learner's tensors by name and ``target`` the engine's. The first
-    slot is the memory of the engine's tensors."""
+    """Both sides of the transport, which a policy owns. ``source`` are the learner's tensors by name and ``target`` the
+    engine's, which it makes point to one slot or the other. The first slot is the memory that the engine's tensors had
+    at the beginning. The engine uses it as its weight receiver."""
 
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
+        """Allocate the second slot, as large as the engine's tensors. The arguments are described at the class."""
         self._manifest = plan(source)
         self._source = list(source.values())
         self._names = list(source)
@@ -42,7 +45,8 @@ class Slots:
         """The version that the engine uses."""
 
     def copy(self, version: int) -> WeightUpdate:
-        """Copy the source into the free slot; the source must not change meanwhile.
+        """Copy the learner's tensors as ``version`` into the slot that the engine does not use, and return the update
+        with which the engine stages it. The tensors must not change meanwhile.
 
         Raises :class:`~headrace.base.errors.RunError` if the engine uses this version already, and
         :class:`~headrace.base.errors.WeightsError` while an earlier one is still being committed.
@@ -65,7 +69,8 @@ class Slots:
         return WeightUpdate(version=version, slot=free, path="", manifest=self._manifest, checksums=())
 
     def stage(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.WeightsError` unless ``update`` is the latest copy."""
+        """Check ``update``, whose weights are in the free slot already. Raises
+        :class:`~headrace.base.errors.WeightsError` if it is not the latest copy."""
         if update.version != self._copied:
             raise WeightsError(f"version {update.version} is not the latest copy", remedy="publish again")
 
@@ -83,8 +88,8 @@ class Slots:
         return self._exchange(version, -(-len(self._target) // parts))
 
     def _exchange(self, version: int, at_once: int) -> Iterator[None]:
-        """Point the model at the tensors of the other slot, ``at_once`` of them between two pauses, and make
-        ``version`` current."""
+        """Point the engine's parameters to the tensors of the other slot, ``at_once`` of them each time the iterator is
+        advanced; after the last ones, ``version`` is committed."""
         views = self._slots[1 - self._used]
         for place, (tensor, view) in enumerate(zip(self._target, views, strict=True)):
             if place and place % at_once == 0:

@@ -15,7 +15,9 @@ from headrace.learner.core import LearnerCore
 from headrace.learner.disk import SLACK_BYTES, flush_one, seal, whole_or_nothing
 
 STATE_FILE = "policy.json"
+"""The file with the state of a policy, in the directory that it is saved in."""
 FORMAT = 1
+"""The version of the format that this program writes and reads."""
 
 
 class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,8 +32,8 @@ class PolicyState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
-    """Write learner and state into ``directory``, which must not exist or must be empty. It appears at once, complete
-    and flushed.
+    """Write the learner (model, tokenizer, optimizer, version) and the policy's ``state`` into ``directory``, which
+    must not exist or must be empty. It appears under its name only when it is complete and flushed to disk.
 
     Raises :class:`~headrace.base.errors.CheckpointError`; no files are left then.
     """
@@ -58,7 +60,8 @@ def save(directory: Path, learner: LearnerCore, state: PolicyState) -> None:
 
 
 def read_state(directory: Path) -> PolicyState | None:
-    """Return the saved state; ``None`` for a directory that contains only a model.
+    """Return the state of the policy that is saved in ``directory``; ``None`` for a directory that contains only a
+    model.
 
     Raises :class:`~headrace.base.errors.CheckpointError` for a file that cannot be read.
     """

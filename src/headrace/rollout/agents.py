@@ -21,7 +21,8 @@ FROZEN_AGENT = "frozen_agent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agents:
-    """The agents of a run."""
+    """The agents of a run, by role: which engine or adapter answers for each. The runner of episodes looks them up for
+    every turn that is sampled."""
 
     known: frozenset[str] = frozenset()
     """Roles that an episode may use beside the policy; empty: any name, and all of them are the policy under
@@ -34,7 +35,8 @@ class Agents:
     """The role whose adapter answers in place of the policy; empty: the policy's own."""
 
     def frozen(self, name: str) -> Engine | None:
-        """Return the engine of an agent with frozen weights; ``None`` for the policy under training.
+        """Return the engine of the agent ``name`` if its weights are frozen; ``None`` for an agent that is the policy
+        under training.
 
         Raises :class:`~headrace.base.errors.EpisodeError` for an unknown name.
         """
@@ -47,7 +49,8 @@ class Agents:
         return self.engines.get(role)
 
     def adapter(self, name: str) -> str:
-        """Return the adapter that answers for a trained agent: that of its role, or the policy's (empty)."""
+        """Return the name of the adapter that answers for the trained agent ``name``: that of its role if the role
+        trains one, or else the policy's, whose name is empty unless another role stands in for it."""
         role = role_of(name)
         return role if role in self.adapters else self.stand_in
 
@@ -57,6 +60,6 @@ POLICY_ALONE = Agents()
 
 
 def of_frozen(tokens: Tokens) -> Tokens:
-    """Return tokens of an agent with frozen weights, marked as frozen: the versions of its engine are not those of the
-    run."""
+    """Return the tokens of an agent with frozen weights with the version that marks frozen weights: the versions of its
+    engine are not those of the run."""
     return msgspec.structs.replace(tokens, versions_T=np.full(len(tokens), FROZEN, np.int32))

@@ -26,14 +26,17 @@ _NONE = np.zeros(0, np.int32)
 
 
 class Forking:
-    """A token source for one branch, which forks the sequence that holds the kept tokens.
+    """A token source for one branch, which forks the sequence that holds the kept tokens: it continues that sequence
+    from an earlier token, with its key-value cache.
 
     The fork of request ``parent`` uses the weights of that request's cache and stays pinned to them. If those weights
-    are no longer in use, or the engine has forgotten the request, the branch is sampled from the tokens alone: they are
-    computed again, under the weights in use, and ``on_prefix`` is called. ``name`` gives the branch draws of its own.
+    are no longer in use, or the engine has forgotten the request (or ``parent`` is ``None``), the branch is sampled
+    from the tokens alone: they are computed again, under the weights in use, and ``on_prefix`` is called. ``name``
+    gives the branch draws of its own.
     """
 
     def __init__(self, engine: TokenSource, *, parent: int | None, name: str, on_prefix: Callable[[], None]) -> None:
+        """Sample from ``engine`` as forks of its request ``parent``; ``None``: from the tokens alone."""
         self._engine = engine
         self._parent = parent
         self._name = name
@@ -42,7 +45,8 @@ class Forking:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample one sequence; see :class:`~headrace.engine.base.Engine`."""
+        """Sample one sequence, in chunks; see :class:`~headrace.engine.base.Engine`. A request with kept tokens
+        (``options.answer_ids_T``) continues them as a fork; one without is passed on."""
         digest = hashlib.blake2b(f"{sampling.seed}/{self._name}".encode(), digest_size=8).digest()
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
         kept_T = options.answer_ids_T
@@ -69,8 +73,9 @@ class Forking:
 
 
 def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
-    """Split a turn into a chain of turns that end before ``ends`` and at its own end. The turns that continued it now
-    continue the last part, which keeps its stop reason and reward."""
+    """Split turn ``index`` of an episode, in place, into a chain of turns: each ends before one of the token positions
+    ``ends``, and the last at its own end. The turns that continued it now continue the last part, which keeps its stop
+    reason and reward."""
     whole, added = turns[index], len(ends)
     bounds = [0, *ends, len(whole.tokens)]
     pieces = [msgspec.structs.replace(whole, tokens=whole.tokens[: bounds[1]])]
@@ -83,6 +88,8 @@ def split(turns: list[Turn], index: int, ends: Sequence[int]) -> None:
 
 
 def _moved(parent: int | None, index: int, added: int) -> int | None:
+    """Return the index of a turn, ``parent``, after ``added`` turns were inserted at ``index``; ``None``, for a turn
+    without parent, stays ``None``."""
     return parent if parent is None or parent < index else parent + added
 
 
@@ -99,12 +106,14 @@ def repeats(turns: Sequence[Turn], index: int, at: int, attempt: Sequence[Turn])
 
 
 def _kept_ids(turn: Turn, place: int, index: int, at: int) -> IntColumn:
+    """Return the ids of a turn that belong to the kept part of an episode, which ends before token ``at`` of turn
+    ``index``. ``place`` is the index of ``turn``."""
     return turn.tokens.ids_T[:at] if place == index else turn.tokens.ids_T
 
 
 def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branch: Branch) -> None:
-    """Append the turns of ``attempt`` after its first ``at`` tokens of turn ``index`` as a branch below that turn,
-    which has been split there."""
+    """Append the turns of ``attempt`` after its first ``at`` tokens of turn ``index`` to ``turns`` as a branch below
+    that turn, which has been split there. ``branch`` is recorded in each of them."""
     base = len(turns)
     for turn in attempt[index:]:
         first = len(turns) == base

@@ -19,7 +19,7 @@ _TAIL = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reading:
-    """Options for reading an answer."""
+    """Options for reading the tokens of an answer as a message."""
 
     stop: Sequence[str] = ()
     """Strings that end it; they are not part of it."""
@@ -31,9 +31,10 @@ class Reading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadAnswer:
-    """An answer as a message."""
+    """The message that the tokens of an answer represent, and how it was read."""
 
     message: Message
+    """Content, reasoning and calls of tools."""
     stop: str = ""
     """The stop string that ended it; empty if none did."""
     problems: tuple[str, ...] = ()
@@ -42,9 +43,11 @@ class ReadAnswer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """The writer and reader of messages for one model."""
+    """The writer and reader of messages for one model: it renders messages as tokens, and reads sampled tokens as a
+    message."""
 
     tokenizer: Tokenizer
+    """The tokenizer of the model."""
     renderer: Renderer | None
     """The renderer of messages; ``None`` for a model without a chat template, which reads tokens only."""
     parser: Parser
@@ -58,7 +61,8 @@ class Chat:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, stop_ids: Sequence[int], parser: str = "auto") -> Self:
-        """Return the chat of the model with this ``tokenizer``. ``parser`` is a value of ``env.tool_parser``."""
+        """Return the chat of the model with this ``tokenizer``. ``stop_ids`` are the tokens that end an answer, and
+        ``parser`` is a value of ``env.tool_parser``."""
         template = tokenizer.chat_template
         chosen = parser_for(parser, template or "")
         shown = {tokenizer.convert_tokens_to_ids(marker) for marker in chosen.markers}
@@ -72,11 +76,13 @@ class Chat:
         )
 
     def opens_thought(self, prompt_ids_T: IntColumn) -> bool:
-        """Return whether the prompt ends with the beginning of a thought."""
+        """Return whether the prompt ends with the tag that opens a thought, so that the answer begins within the
+        thought."""
         return _opens_thought(self.tokenizer, tuple(prompt_ids_T[-_TAIL:].tolist()))
 
     def read(self, turn: int, ids: Sequence[int], reading: Reading) -> ReadAnswer:
-        """Return the message that the sampled ``ids`` of turn ``turn`` represent."""
+        """Return the message that the sampled ``ids`` of turn ``turn`` represent. The number of the turn becomes part
+        of the ids of its calls."""
         last = len(ids) - 1
         spoken = [token for place, token in enumerate(ids) if token not in self.hidden_ids]
         if ids and ids[last] in self.stop_ids and spoken and spoken[-1] == ids[last]:
@@ -97,4 +103,5 @@ class Chat:
 
 @lru_cache(maxsize=4096)  # siblings begin alike
 def _opens_thought(tokenizer: Tokenizer, tail: tuple[int, ...]) -> bool:
+    """Return whether the text of the last tokens of a prompt ends with the tag that opens a thought."""
     return tokenizer.decode(list(tail), skip_special_tokens=False).rstrip().endswith(THINK)

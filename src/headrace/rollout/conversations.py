@@ -54,14 +54,16 @@ UNLIMITED = EpisodeLimits()
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A request to sample one turn."""
+    """A request to sample one turn, which :class:`Conversations` makes and a :class:`TurnSampler` carries out."""
 
     prompt_ids_T: IntColumn
     """All tokens that the model reads before it."""
     parent: int
     """The index of the turn that it continues."""
     author: str
+    """The agent that samples it."""
     sampling: Sampling
+    """The sampling parameters of this turn."""
     untrained: str = ""
     """The reason why it will carry no loss; empty if it will."""
     on_chunk: Callable[[TokenChunk], None] | None = None
@@ -69,12 +71,14 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnSampler(Protocol):
-    """An object that samples turns and holds all turns of the episode."""
+    """An object that samples turns and holds all turns of the episode; the runner of episodes implements it."""
 
     key: EpisodeKey
+    """The group and the number of the episode."""
     sampling: Sampling
     """The sampling parameters of the run."""
     turns: list[Turn]
+    """The turns so far, parents before children."""
 
     async def sample(self, request: TurnRequest) -> int:
         """Sample a turn, append it, and return its index. If this raises, the tokens sampled so far have been
@@ -87,15 +91,18 @@ class TurnSampler(Protocol):
 
 
 class Conversations:
-    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt.
+    """The :class:`~headrace.rollout.environments.base.OpenEpisode` of one attempt: it answers the messages of the
+    environment, and keeps the turns in a tree.
 
-    Without a ``chat``, only token ids can be used. ``note`` is called with a short description of each event that is
-    unusual but not an error; equal descriptions are counted.
+    Without a ``chat``, only token ids can be used. ``seed`` is for the environment's own draws. ``note`` is called with
+    a short description of each event that is unusual but not an error; equal descriptions are counted.
     """
 
     def __init__(
         self, sampler: TurnSampler, limits: EpisodeLimits, *, chat: Chat | None, seed: int, note: Callable[[str], None]
     ) -> None:
+        """Begin an episode without turns. ``sampler`` samples its turns, within the budgets ``limits``; ``chat`` is
+        ``None`` for a model that reads token ids only."""
         self.key = sampler.key
         self.seed = seed
         self._sampler = sampler
@@ -172,12 +179,13 @@ class Conversations:
         return new + sum(map(len, self._history.path_ids(prefix.node)))
 
     def spell(self, token: int) -> str:
-        """Return the text of a token, special tokens included."""
+        """Return the text of a token, special tokens included; empty without a chat, which has the tokenizer."""
         return "" if self._chat is None else self._chat.tokenizer.decode([token], skip_special_tokens=False)
 
     async def _rendered(self, parent: HistoryNode | None, new: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of the new messages. Messages that can never fit the context are refused before they are
-        tokenised; long ones are tokenised in a thread."""
+        """Return the tokens of the messages ``new`` that continue the turn ``parent``; ``None``: that begin a
+        conversation. Messages that can never fit the context are refused before they are tokenised; long ones are
+        tokenised in a thread."""
         if self._chat is None or self._chat.renderer is None:
             raise EpisodeError(
                 "chat messages, but the model's tokenizer has no chat template",
@@ -198,7 +206,8 @@ class Conversations:
     async def _answer(
         self, parent: HistoryNode, options: ChatOptions, *, calls: bool, on_piece: OnPiece | None = None
     ) -> Reply:
-        """Sample a turn after ``parent``, and return it as a reply."""
+        """Sample a turn after ``parent``, and return it as a reply. ``calls`` says whether tools were offered, so that
+        calls are looked for in the answer; ``on_piece`` is called with its pieces meanwhile."""
         self._refuse_spent(parent, 0)
         prompt_ids_T = np.concatenate(list(self._history.path_ids(parent)))
         sampling = self._sampling(options, len(prompt_ids_T))
@@ -241,7 +250,8 @@ class Conversations:
         )
 
     def _read(self, index: int, reading: Reading) -> ReadAnswer:
-        """Return the message that a sampled turn holds, and count its calls of tools."""
+        """Return the message that the sampled turn ``index`` holds, count its calls of tools, and note its invalid
+        ones. ``reading`` says how it is read."""
         if self._chat is None:
             return ReadAnswer(message=Message(role="assistant"))
         answer = self._chat.read(index, self.turns[index].tokens.ids_T.tolist(), reading)
@@ -251,7 +261,8 @@ class Conversations:
         return answer
 
     def _sampling(self, options: ChatOptions, length: int) -> Sampling:
-        """Return the sampling parameters of the run, changed by ``options`` and by the budgets that are left."""
+        """Return the sampling parameters of the run, changed by ``options`` and by the budgets that are left.
+        ``length`` is the number of tokens that the model reads before the answer."""
         defaults, limits = self._sampler.sampling, self._limits
         max_new_tokens = defaults.max_new_tokens
         if limits.max_context is not None:
@@ -269,8 +280,8 @@ class Conversations:
         )
 
     def _refuse_spent(self, at: HistoryNode | None, num_new: int) -> None:
-        """Raise :class:`BudgetSpent` if nothing may be sampled after ``num_new`` tokens more than the path up to
-        ``at``."""
+        """Raise :class:`BudgetSpent` if a budget of the episode leaves nothing to sample after the path up to ``at``
+        and ``num_new`` further tokens."""
         limits = self._limits
         length = num_new + sum(map(len, self._history.path_ids(at)))
         calls = None if limits.max_tool_calls is None else limits.max_tool_calls + 1
@@ -285,13 +296,16 @@ class Conversations:
                 raise self._spent(reason, setting, f"it is at {used}")
 
     def _spent(self, reason: str, setting: str, detail: str) -> BudgetSpent:
+        """Return the error for a budget that is used up, and note it. ``reason`` is the reason in the episode's record,
+        ``setting`` the setting of the budget, and ``detail`` how much was used."""
         self._note(f"an episode has used up {setting}")
         problem = f"the episode has used up {setting}: {detail}"
         return BudgetSpent(problem, remedy=f"end it before, or raise {setting}", reason=reason)
 
 
 def _distribution_key(sampling: Sampling) -> tuple[float, float, int]:
-    """Return the parameters that determine the probability of a token."""
+    """Return the parameters that determine the probability of a token. Turns with other ones than the run's carry no
+    loss."""
     return sampling.temperature, sampling.top_p, sampling.top_k
 
 

@@ -23,7 +23,7 @@ _CODEC = msgspec.json.Encoder()
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class HistoryNode:
-    """A turn that others may continue."""
+    """A turn in the tree of an episode's turns, which others may continue."""
 
     turn: int
     """The index of the turn."""
@@ -32,10 +32,12 @@ class HistoryNode:
     messages: tuple[Message, ...] | None
     """The messages that it adds to those of its parent, in canonical spelling; ``None`` for a turn of tokens only."""
     sampled: bool
+    """Whether the model sampled it; otherwise it was given by the task, the user or a tool."""
     children: list[HistoryNode] = field(default_factory=list)
+    """The turns that continue it."""
 
     def path(self) -> list[int]:
-        """Return the turns from the root to this node."""
+        """Return the indices of the turns from the root to this node."""
         turns: list[int] = []
         node: HistoryNode | None = self
         while node is not None:
@@ -46,7 +48,7 @@ class HistoryNode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldPrefix:
-    """The part of a conversation that the history holds already."""
+    """The beginning of a conversation that the history of an episode holds already."""
 
     node: HistoryNode | None
     """The last node of the longest path that begins the conversation; ``None``: no path does."""
@@ -55,9 +57,11 @@ class HeldPrefix:
 
 
 class History:
-    """The ended turns of one episode, as a forest of :class:`HistoryNode`."""
+    """The ended turns of one episode, as a forest of :class:`HistoryNode`. It shares the list ``turns`` with the
+    sampler of the episode."""
 
     def __init__(self, turns: list[Turn]) -> None:
+        """Begin without nodes. Given turns are appended to ``turns``, the list of the episode's turns."""
         self.turns = turns
         self._roots: dict[bytes, list[HistoryNode]] = {}
 
@@ -106,7 +110,8 @@ class History:
         return best
 
     def find_tokens(self, ids_T: IntColumn) -> HeldPrefix:
-        """Return the longest path whose tokens begin these."""
+        """Return the longest path whose tokens begin ``ids_T``. Among paths of equal length the one with the fewest
+        continuations is returned."""
         best = HeldPrefix(node=None, length=0)
         pending = [(root, 0) for roots in self._roots.values() for root in roots]
         while pending:
@@ -121,7 +126,7 @@ class History:
         return best
 
     def path_ids(self, node: HistoryNode | None) -> Iterator[IntColumn]:
-        """Yield the tokens of every turn up to ``node``."""
+        """Yield the token ids of every turn from the root up to ``node``; nothing for ``None``."""
         return (self.turns[index].tokens.ids_T for index in (node.path() if node is not None else ()))
 
 
@@ -158,16 +163,19 @@ def _canonical_json(arguments: str) -> str:
 
 
 def _are_same(held: Sequence[Message], given: Sequence[Message]) -> bool:
+    """Return whether the ``held`` messages of a node equal the ``given`` ones, one by one, in canonical spelling."""
     return len(held) == len(given) and all(map(_is_same, held, given))
 
 
 def _is_same(held: Message, given: Message) -> bool:
-    """Return whether two messages are equal. A given answer may lack the reasoning, which some protocols cannot
-    carry."""
+    """Return whether a message that the history holds equals a given one. A given answer may lack the reasoning, which
+    some protocols cannot carry."""
     if held.reasoning and not given.reasoning and held.role == given.role == "assistant":
         held = msgspec.structs.replace(held, reasoning="")
     return held == given
 
 
 def _rank(node: HistoryNode | None, length: int, num_own: int = 0) -> tuple[int, int, int, int]:
+    """Return the key by which paths are compared; the largest is the best. Longer paths come first, then those with
+    more answers of the agent (``num_own``), with fewer continuations, and with an older last turn."""
     return (-1, 0, 0, 0) if node is None else (length, num_own, -len(node.children), -node.turn)

@@ -25,7 +25,7 @@ _QUESTION: dict[str, Any] = {"role": "user", "content": "."}
 
 
 class Tokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are used."""
+    """The methods of a Hugging Face tokenizer that are used to write and read messages."""
 
     chat_template: str | None
     all_special_ids: list[int]
@@ -71,17 +71,20 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int]) -> None:
+        """Take the tokenizer with its chat template, and the ids of the tokens that end an answer."""
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self.knows_tools = "tools" in (tokenizer.chat_template or "")
         """Whether the template has a place for the descriptions of tools."""
 
     def opening(self, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
-        """Return the tokens of a conversation from its beginning to the point where the model answers."""
+        """Return the tokens of a conversation that begins with ``messages`` and offers ``tools``, up to the point where
+        the model answers."""
         return self._encode(self._render([plain(message) for message in messages], tools, answer=True))
 
     def continuation(self, messages: Sequence[Message], tools: Sequence[Tool], answer_ids: Sequence[int]) -> list[int]:
-        """Return the tokens between the answer that the model sampled as ``answer_ids`` and its next answer."""
+        """Return the tokens between the answer that the model sampled as ``answer_ids`` and its next answer: the rest
+        of the tail of that answer, and the new ``messages``."""
         new = [plain(message) for message in messages]
         try:
             tail, ids = self._after_answer(new, tools)
@@ -94,7 +97,8 @@ class Renderer:
         return ids[self._num_sampled(ids[:num_tail], answer_ids) :]
 
     def _after_answer(self, new: list[dict[str, Any]], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
-        """Return the tail of the known answer, and the tokens after the answer with the new messages."""
+        """Return the tokens of the tail, the text with which the template ends an answer, and those of the tail with
+        the ``new`` messages after it."""
         known = [_QUESTION, {"role": "assistant", "content": ANSWER}]
         before, bar, tail = self._render(known, tools, answer=False).partition(ANSWER)
         _, found, whole = self._render([*known, *new], tools, answer=True).partition(ANSWER)
@@ -105,8 +109,9 @@ class Renderer:
     def _after_calls(
         self, calls: list[dict[str, Any]], new: list[dict[str, Any]], tools: Sequence[Tool]
     ) -> tuple[list[int], list[int]]:
-        """Return the same for a template that accepts a tool's answer only after its call: from the stop token after
-        the call on, which ends every answer of an assistant."""
+        """Return the tokens of the tail, and those of the tail with the ``new`` messages, for a template that accepts a
+        tool's answer only after its call. They begin with the stop token after the ``calls``, which ends every answer
+        of an assistant."""
         known = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
         whole = self._render([*known, *new], tools, answer=True)
         same = self._encode(whole[: _num_same(self._render(known, tools, answer=False), whole)])
@@ -125,6 +130,7 @@ class Renderer:
         return int(stopped and bool(tail) and tail[0] in self._stop_ids)
 
     def _encode(self, text: str) -> list[int]:
+        """Return the ids of rendered text, without the special tokens that a tokenizer adds by itself."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
     def _render(self, messages: list[dict[str, Any]], tools: Sequence[Tool], *, answer: bool) -> str:

@@ -1,4 +1,8 @@
-"""The run of one episode, from its task to its last token. This is the boundary at which a failure becomes a record."""
+"""The run of one episode, from its task to its last token. This is the boundary at which a failure becomes a record.
+
+A turn is a run of tokens by one author. A sampled turn arrives in chunks; tokens that were recorded before a restart
+are given back instead of being sampled again.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +39,8 @@ _OWN_DRAWS = -1
 
 
 def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
-    """Return the seed of one sampled turn. It depends only on the run's seed and the position of the turn.
+    """Return the seed of one sampled turn of the episode ``key``. It depends only on the run's seed and the position of
+    the turn, ``turn``, among the sampled ones of the episode; −1 stands for the environment's own draws.
 
     >>> episode_seed(0, EpisodeKey(1, 2)) == episode_seed(0, EpisodeKey(1, 2))
     True
@@ -45,7 +50,7 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
 
 
 def prompt_digest(prompt_ids_T: IntColumn) -> str:
-    """Return a digest of a prompt, by which the tokens sampled after it are found again."""
+    """Return a digest of a prompt, in hexadecimal, by which the tokens that were sampled after it are found again."""
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
@@ -66,9 +71,13 @@ class EnginePolicy:
     """The sampler of one episode's turns from an engine; it holds all turns of the episode."""
 
     engine: TokenSource
+    """The engine of the policy under training."""
     sampling: Sampling
+    """The sampling parameters of the run."""
     run_seed: int
+    """The seed of the run, from which those of all turns follow."""
     key: EpisodeKey
+    """The group and the number of the episode."""
     on_tokens: Callable[[int], None]
     """Called with the number of tokens that have arrived."""
     on_part: Callable[[TokenChunk], None] = _ignore
@@ -86,10 +95,14 @@ class EnginePolicy:
     turns: list[Turn] = field(default_factory=list)
     """Turns given and sampled, parents before children; those that failed halfway included."""
     _sampled: dict[int, TokenChunk] = field(default_factory=dict)
+    """The turns sampled in this attempt, by the number of the sampled turn."""
     _restart_reason: str = "crash"
+    """The reason that is recorded as ``lost`` if recorded tokens no longer fit: the prompt of their turn has changed
+    since the crash of a process, or since the attempt before."""
 
     async def sample(self, request: TurnRequest) -> int:
-        """Sample a turn, append it, and return its index."""
+        """Sample the turn that ``request`` describes, append it to the turns, and return its index. If the engine
+        fails, the tokens that have arrived are appended as an unfinished turn."""
         frozen = self.agents.frozen(request.author)
         if frozen is not None:
             request = msgspec.structs.replace(request, untrained=FROZEN_AGENT)
@@ -122,8 +135,8 @@ class EnginePolicy:
         return index
 
     async def _collect(self, parts: list[TokenChunk], empty: TokenChunk, request: TurnRequest) -> None:
-        """Add the chunks of a turn to ``parts`` as they arrive. If earlier ones were lost, the following ones replace
-        them."""
+        """Add the chunks of a turn to ``parts`` as they arrive. A chunk that is marked as following lost ones replaces
+        those before it. ``empty`` is the chunk of this turn without tokens."""
         async for part in self._parts(empty, request):
             if part.lost:
                 parts.clear()
@@ -150,16 +163,17 @@ class EnginePolicy:
         return prompt_digest(request.prompt_ids_T) + other
 
     def _number(self, prompt: str) -> int:
-        """Return the number of the next turn among the sampled ones: that of a recorded turn with the same prompt, if
-        there is one, else the first unused number."""
+        """Return the number of the next turn among the sampled ones: that of a recorded turn with the same digest
+        ``prompt``, if there is one, else the first unused number."""
         same = [number for number, part in self.begun.items() if part.prompt == prompt and number not in self._sampled]
         if same:
             return min(same)
         return next(number for number in range(len(self._sampled) + 1) if number not in self._sampled)
 
     async def _parts(self, empty: TokenChunk, request: TurnRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks of the turn, first those recorded. The seed depends on the turn's number, so that the same
-        tokens are followed by the same draws."""
+        """Yield the chunks of the turn, first those recorded, then those that the engine samples. ``empty`` is the
+        chunk of this turn without tokens: it has the turn's number, on which the seed depends, so that the same tokens
+        are followed by the same draws."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
         session = f"{self.run_seed}/{self.key.group}/{self.key.place}"
@@ -195,12 +209,16 @@ class EnginePolicy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeRunner:
-    """A runner of episodes of one environment against one engine."""
+    """A runner of episodes of one environment against one engine. The controller calls :meth:`run` for each episode."""
 
     engine: TokenSource
+    """The engine of the policy under training."""
     env: Environment
+    """The environment that attempts the tasks."""
     sampling: Sampling
+    """The sampling parameters of the run."""
     run_seed: int
+    """The seed of the run, from which those of all turns follow."""
     on_tokens: Callable[[int], None]
     """Called with the number of tokens that have arrived."""
     on_part: Callable[[TokenChunk], None] = _ignore
@@ -226,7 +244,9 @@ class EpisodeRunner:
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
     ) -> EpisodeGraph:
-        """Run one episode of ``task``. Turns in ``begun`` continue from their recorded tokens.
+        """Run one episode of ``task`` and return its turns, its status and, where its environment decides it, its
+        reward. Turns in ``begun``, recorded before a crash, continue from their tokens. ``withdrawal`` may end the
+        episode from outside.
 
         A request that the engine refuses, an attempt that takes too long, and any exception of the environment fail
         this episode only. The death of a component is raised to the caller.
@@ -255,8 +275,8 @@ class EpisodeRunner:
         return episode
 
     async def _attempt(self, policy: EnginePolicy, task: Task, withdrawal: Withdrawal) -> EpisodeGraph:
-        """Run the environment once. Its failure becomes the cause of the returned episode; only errors of the run
-        itself and cancellation are raised."""
+        """Run the environment once and return the episode. A failure of the environment becomes the cause of the
+        returned episode; only errors of the run itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
         conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
@@ -304,8 +324,9 @@ def remedy_of(cause: str) -> str:
 
 
 def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]) -> None:
-    """Record the outcome of the attempt in the episode. Raises :class:`~headrace.base.errors.EpisodeError` if an agent
-    has no reward."""
+    """Record the ``outcome`` of the attempt, rewards and which turns carry loss, in ``episode``, and mark it as
+    finished. ``turns`` are those of the attempt. Raises :class:`~headrace.base.errors.EpisodeError` if an agent has no
+    reward."""
     for index, turn in enumerate(turns):
         is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
@@ -333,20 +354,21 @@ def _refuse_unrewarded(episode: EpisodeGraph) -> None:
 
 
 class Withdrawal:
-    """A handle that ends one episode from outside: its request leaves the engine at once, and the sampled tokens are
-    kept."""
+    """A handle by which the controller ends one episode from outside: its request leaves the engine at once, and the
+    sampled tokens are kept."""
 
     def __init__(self) -> None:
+        """Begin as a handle that is attached to no episode."""
         self.reason = ""
         """The reason of the withdrawal; empty before it."""
         self._scope: asyncio.Timeout | None = None
 
     def attach(self, scope: asyncio.Timeout) -> None:
-        """Set the timeout scope in which the episode runs."""
+        """Set the timeout scope in which the episode runs; :meth:`withdraw` ends the episode through it."""
         self._scope = scope
 
     def withdraw(self, reason: str) -> None:
-        """End the episode. An episode whose time is up is not affected."""
+        """End the episode, for ``reason``. An episode whose time is up is not affected."""
         self.reason = reason
         if self._scope is not None and not self._scope.expired():
             self._scope.reschedule(asyncio.get_running_loop().time())

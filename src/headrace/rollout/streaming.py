@@ -20,15 +20,16 @@ from headrace.rollout.environments.base import AnswerPiece, OnPiece
 
 
 class _Part:
-    """The reasoning or the content of an answer, of which some has been passed on. An answer that is started again must
-    begin with that."""
+    """The reasoning or the content of an answer, of which some has been passed on to the client. An answer whose
+    sampling is started again must begin with that."""
 
     def __init__(self) -> None:
+        """Begin with no text."""
         self._passed_on: list[str] = []
         self.begin()
 
     def begin(self) -> None:
-        """Begin the text anew, as at a restart."""
+        """Begin the text anew, as at the first chunk or at a restart: what was passed on is expected again."""
         self._expected = self.passed_on
         self._new: list[str] = []
         self._num_new = 0
@@ -40,13 +41,13 @@ class _Part:
         return "".join(self._passed_on)
 
     def push(self, text: str) -> None:
-        """Append text that is certain."""
+        """Append text that later tokens cannot change."""
         self._new.append(text)
         self._num_new += len(text)
 
     def continues(self) -> bool:
-        """Return whether the text so far continues what has been passed on. It is compared once: when it is as
-        long."""
+        """Return whether the text so far continues what has been passed on. They are compared once, when the new text
+        is as long; until then, and if they differ, nothing can be passed on."""
         if self._expected and not self._differs and self._num_new >= len(self._expected):
             text = "".join(self._new)
             self._differs = not text.startswith(self._expected)
@@ -55,16 +56,18 @@ class _Part:
         return not self._expected
 
     def take(self) -> str:
-        """Return the text to pass on now."""
+        """Return the text to pass on to the client now, and count it as passed on."""
         text, self._new = "".join(self._new), []
         self._passed_on.append(text)
         return text
 
 
 class AnswerStream:
-    """A stream of one answer: it calls ``on_piece`` with each piece that later tokens cannot change."""
+    """A stream of one answer while it is sampled: it calls ``on_piece`` with each piece that later tokens cannot
+    change. ``reading`` says how the whole answer will be read as a message."""
 
     def __init__(self, chat: Chat, reading: Reading, on_piece: OnPiece, *, num_prompt_tokens: int) -> None:
+        """Begin the stream of an answer to a prompt of ``num_prompt_tokens`` tokens."""
         self._chat = chat
         self._reading = reading
         self._on_piece = on_piece
@@ -114,7 +117,7 @@ class AnswerStream:
         self._pass_on(message.reasoning[len(reasoning) :], message.content[len(content) :])
 
     def _pass_on(self, reasoning: str, content: str) -> None:
-        """Pass on new text of both parts; the first piece even if it is empty."""
+        """Pass on new text of reasoning and content to the client as a piece; the first piece even if it is empty."""
         if reasoning or content or not self._has_sent:
             self._has_sent = True
             self._on_piece(AnswerPiece(num_prompt_tokens=self._num_prompt_tokens, reasoning=reasoning, content=content))

@@ -5,8 +5,10 @@
     announce()     hash, encode, send: background ─▶ stage(update)    fetch, decode, verify, while decoding continues
                                                      commit(version)  between two steps: from now on these weights
 
-There are two slots. The newest committed version is in one of them. The learner fills the other, and may fill the first
-again only when the newer version is in use. An update that is refused changes nothing that is in use.
+An *image* is a buffer with all tensors of one version; a *payload* is the bytes that are sent: an image, or its
+difference from the version before. A *slot* is one of two images of the learner: the newest committed version is in one
+of them. The learner fills the other, and may fill the first again only when the newer version is in use. An update that
+is refused changes nothing that is in use.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Phase(enum.StrEnum):
-    """The state of a receiver.
+    """The state of an engine's receiver of weight updates.
 
     NEEDS_FULL ──whole update──▶ STAGED ──checksums hold──▶ VERIFIED ──between two steps──▶ COMMITTED
         ▲                          │ ▲                          │                              │
@@ -46,13 +48,17 @@ class Phase(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendRequest:
-    """A request to send one payload: a version of the weights, whole or as a difference."""
+    """A request of the publisher to the learner's side of a transport: to send one version of the weights, whole or as
+    a difference."""
 
     version: int
+    """The number of the version."""
     slot: int
+    """The index of the slot that holds the version."""
     payload: memoryview
+    """The bytes to send."""
     manifest: Manifest
-    """The layout of the image."""
+    """The layout of the image: which tensor is where."""
     whole: bool
     """Whether the payload is the whole image of the slot, and not a difference."""
     to: Sequence[str]
@@ -67,21 +73,24 @@ class Sent:
     """The result of sending one payload."""
 
     path: str
-    """The value for the ``path`` of the update."""
+    """Where receivers find the payload, in the transport's own form; it becomes ``WeightUpdate.path``."""
     missed: Mapping[str, str] = field(default_factory=dict)
     """The addresses of receivers that the payload did not reach, each with the reason."""
 
 
 class Outbox(Protocol):
-    """The learner's side of a transport. Failures are raised as :class:`~headrace.base.errors.WeightsError`."""
+    """The contract of the learner's side of a transport. Failures are raised as
+    :class:`~headrace.base.errors.WeightsError`."""
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Return memory for the slots. Raises :class:`~headrace.base.errors.WeightsError` where there is too little."""
+        """Return ``num_bytes`` bytes of memory, in which the publisher keeps its slots. It is called once. Raises
+        :class:`~headrace.base.errors.WeightsError` if there is too little."""
         ...
 
     def send(self, request: SendRequest) -> Sent:
-        """Make the payload available. Its memory does not change until the slot is filled again. It is an error if the
-        payload reaches no receiver, and none if it reaches some of ``request.to``."""
+        """Make the payload of ``request`` available to the receivers, and return where it is. Its memory does not
+        change until the slot is filled again. It is an error if the payload reaches no receiver, but not if it reaches
+        some of ``request.to``."""
         ...
 
     def close(self) -> None:
@@ -90,29 +99,33 @@ class Outbox(Protocol):
 
 
 class Inbox(Protocol):
-    """The engine's side of a transport. Failures are raised as :class:`~headrace.base.errors.NeedsFull`."""
+    """The contract of the engine's side of a transport. Failures are raised as
+    :class:`~headrace.base.errors.NeedsFull`."""
 
     @property
     def address(self) -> str:
-        """The address to which updates can be sent; empty for a transport that does not send to addresses."""
+        """Return the address to which the learner can send updates; empty for a transport that does not send to
+        addresses."""
         ...
 
     @property
     def lasting(self) -> bool:
-        """Whether :meth:`view` returns the same memory for every version in a slot."""
+        """Return whether :meth:`view` returns the same memory for every version in a slot, so that views into it can be
+        kept."""
         ...
 
     def view(self, update: WeightUpdate) -> memoryview | None:
-        """Return the payload in the memory where it is already, unchanged while it is referenced (``shm``: until the
-        learner may fill the slot again); ``None`` if it has to be fetched."""
+        """Return the payload of ``update`` in the memory where it already is; ``None`` if it has to be fetched. It
+        stays unchanged while it is referenced (``shm``: until the learner may fill the slot again)."""
         ...
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Write the payload, ``update.num_bytes`` bytes, to ``into``, before the deadline."""
+        """Write the payload of ``update``, which has ``update.num_bytes`` bytes, to ``into``, before the transport's
+        deadline."""
         ...
 
     def skip(self, update: WeightUpdate) -> None:
-        """Record that the update will not be fetched."""
+        """Release whatever was received of ``update``, which the engine has refused and will not fetch."""
         ...
 
     def close(self) -> None:
@@ -121,27 +134,31 @@ class Inbox(Protocol):
 
 
 class Form(Protocol):
-    """The representation of one tensor in the image."""
+    """The contract of a form: how one tensor is represented in the image, by one or more tensors called its parts."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors that represent ``tensor``, by name. Only their dtypes and shapes are used."""
+        """Return the parts that represent the tensor called ``name``, by their names in the image. Only the dtypes and
+        shapes of the parts are used."""
         ...
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Fill the parts from ``tensor``. The learner waits for this call."""
+        """Fill ``parts``, views into the learner's slot, from ``tensor``. The learner waits for this call."""
         ...
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Restore the tensor from its parts, rounded to the dtype of ``out`` and moved to its device."""
+        """Restore the tensor from ``parts``, views into the engine's image, into ``out``: rounded to its dtype and
+        moved to its device."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Codec:
-    """A way to represent weights as bytes."""
+    """A way to represent the weights of a model as bytes (``sync.codec``)."""
 
     form: Form
+    """How each tensor is represented in the image."""
     differences: bool = False
-    """Whether the image is sent as its difference from the version before, where that is shorter."""
+    """Whether a version is sent as its difference from the version before, where that is shorter."""
     adapters_only: bool = False
-    """Whether a model without adapters is refused, and each version of the adapter gets a name."""
+    """Whether only adapters are sent: a model that trains other weights is refused, and each version of the adapter
+    gets a name."""

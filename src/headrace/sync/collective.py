@@ -31,10 +31,12 @@ _SEPARATOR = ","
 
 
 class CollectiveOutbox:
-    """The learner's side. It sends in a thread of its own: an update is announced before it is sent, because a
-    broadcast needs both sides at the same time."""
+    """The learner's side of the transport. It sends in a thread of its own: an update is announced before it is sent,
+    because a broadcast needs both sides at the same time."""
 
     def __init__(self, directory: Path, deadline_s: float) -> None:
+        """Meet the engines in ``directory``, a folder of this machine. ``deadline_s`` is the longest time to wait for
+        them."""
         self._directory, self._deadline_s = directory, deadline_s
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
         self._transfer: Future[None] | None = None
@@ -42,11 +44,13 @@ class CollectiveOutbox:
         self._name = ""
 
     def memory(self, num_bytes: int) -> memoryview:
+        """Return ``num_bytes`` bytes of this process for the slots."""
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Begin to broadcast a version to its receivers. They join a new process group if they have changed or the last
-        broadcast failed."""
+        """Begin to broadcast a version to its receivers in the thread, and return at once with the name of the process
+        group. A new group is named if the receivers have changed, the last broadcast failed, or the version is sent
+        again."""
         if not request.to:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
@@ -58,11 +62,13 @@ class CollectiveOutbox:
         return Sent(path=self._name)
 
     def close(self) -> None:
+        """Stop the thread, without waiting for a broadcast that runs."""
         self._sender.shutdown(wait=False, cancel_futures=True)
         self._group = None
 
     def _previous_succeeded(self, version: int) -> bool:
-        """Return whether the previous transfer succeeded. Wait for its end, which its own deadline bounds."""
+        """Wait for the end of the previous broadcast, and return whether it succeeded; true if there was none. Raises
+        :class:`~headrace.base.errors.WeightsError` if it does not end; ``version`` is the next one, for the message."""
         if self._transfer is None:
             return True
         try:
@@ -77,7 +83,8 @@ class CollectiveOutbox:
         return True
 
     def _send(self, name: str, request: SendRequest) -> None:
-        """Broadcast the payload to the group ``name``, which is joined first if it is a new one."""
+        """Broadcast the payload of ``request`` to the group ``name``, which is joined first if it is a new one. This
+        runs in the thread."""
         try:
             if self._group is None or self._group[0] != name:
                 self._group = None
@@ -92,21 +99,23 @@ class CollectiveOutbox:
 
 
 class CollectiveInbox:
-    """The engine's side. Its address is a random name that no other receiver ever had."""
+    """The engine's side of the transport. Its address is a random name that no other receiver ever had."""
 
     lasting = False
 
     def __init__(self, directory: Path, deadline_s: float) -> None:
+        """Meet the learner in ``directory``, a folder of this machine. ``deadline_s`` is the longest time to wait for
+        it."""
         self._directory, self._deadline_s = directory, deadline_s
         self.address = secrets.token_hex(8)
         self._group: tuple[str, ProcessGroup] | None = None
 
     def view(self, update: WeightUpdate) -> None:
-        return None
+        return None  # ``None``: a broadcast has to be fetched
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Receive a version by broadcast. Raises :class:`~headrace.base.errors.NeedsFull` if it does not arrive in
-        time."""
+        """Receive the payload of ``update`` into ``into`` by broadcast. Raises :class:`~headrace.base.errors.NeedsFull`
+        if it does not arrive in time."""
         try:
             self._receive(update, into)
         except RuntimeError as error:
@@ -118,7 +127,8 @@ class CollectiveInbox:
             ) from None
 
     def skip(self, update: WeightUpdate) -> None:
-        """Receive the update and discard it, since the broadcast is already on its way."""
+        """Receive the payload of ``update`` and discard it, since the broadcast is already on its way and needs every
+        member of the group."""
         scratch = private_memory(min(update.num_bytes, BUCKET_BYTES))
         with contextlib.suppress(RuntimeError, WeightsError):
             group = self._join_group(update)
@@ -129,11 +139,12 @@ class CollectiveInbox:
         self._group = None
 
     def close(self) -> None:
+        """Leave the process group."""
         self._group = None
 
     def _receive(self, update: WeightUpdate, into: memoryview) -> None:
-        """Receive the payload of ``update``. Raises :class:`~headrace.base.errors.NeedsFull` if the learner sends
-        another version."""
+        """Receive the payload of ``update`` into ``into``. Raises :class:`~headrace.base.errors.NeedsFull` if the
+        learner sends another version."""
         group = self._join_group(update)
         received = self._receive_header(group)
         if received != [update.version, update.num_bytes]:
@@ -146,12 +157,15 @@ class CollectiveInbox:
         group.broadcast(into)
 
     def _receive_header(self, group: ProcessGroup) -> list[int]:
+        """Receive the header of the next broadcast, and return ``[version, num_bytes]``: the version that the learner
+        sends, and the size of its payload."""
         header = _header(0, 0)
         group.broadcast_one(header)
         return header.tolist()
 
     def _join_group(self, update: WeightUpdate) -> ProcessGroup:
-        """Return the process group that carries the update, and join it if it is a new one."""
+        """Return the process group that ``update.path`` names, and join it if it is a new one. Raises
+        :class:`~headrace.base.errors.WeightsError` if this engine is not one of its members."""
         if self._group is not None and self._group[0] == update.path:
             return self._group[1]
         name, _, members = update.path.partition(".")
@@ -169,14 +183,18 @@ class CollectiveInbox:
 
 
 def _header(version: int, num_bytes: int) -> Tensor:
+    """Return the tensor that is broadcast before a payload: the version, and the number of bytes of the payload."""
     return torch.tensor([version, num_bytes], dtype=torch.int64)
 
 
 def _join_names(members: Sequence[str]) -> str:
+    """Join the addresses of the receivers into one string, the part of their group's name after the dot. The receivers
+    split it again to find the members of the group and their ranks."""
     return _SEPARATOR.join(members)
 
 
 def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]
 
 

@@ -1,4 +1,5 @@
-"""Settings of the weight sync, and the description of a transport."""
+"""Settings of the weight sync (``[sync]`` in a run file), and the description of a transport: a way for weights to get
+from the learner to the engines."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from headrace.sync.base import Inbox, Outbox
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPlaces:
-    """The places of one run in which the two sides of a transport can meet."""
+    """The places (files and folders) of one run in which the two sides of a transport can meet."""
 
     run_dir: Path
     """The run directory. It may be on a disk that other machines share."""
@@ -36,19 +37,20 @@ class TransportCost:
     """The cost that the planner assumes for a transport until a run has measured it."""
 
     gb_s: float
-    """The throughput in 10⁹ bytes a second; 0: that of the network between the machines."""
+    """The throughput in 10⁹ bytes per second; 0 stands for that of the network between the machines."""
     fixed_s: float
     """The seconds that every version takes, whatever its size."""
     proposed: bool = False
-    """Whether the planner may propose it in place of the transport that the run file names."""
+    """Whether the planner may propose it instead of the transport that the run file names."""
 
 
 def _meets_nowhere(sync: SyncConfig, places: RunPlaces) -> str:
+    """Return "", the address of a transport whose two sides need no place to meet."""
     return ""
 
 
 def _no_check(sync: SyncConfig) -> None:
-    return None
+    return None  # a transport without a check accepts all values of [sync]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +61,16 @@ class Transport:
     """
 
     open_outbox: Callable[[Route, str], Outbox]
-    """Open the learner's side, from the route and the token of the run. Raises
+    """A function that opens the learner's side, from the route and the token of the run. It raises
     :class:`~headrace.base.errors.ConfigError` if the transport cannot be used on this machine."""
     open_inbox: Callable[[Route, str, int], Inbox]
-    """Open the engine's side, from the route, the token of the run and the size of the largest update in bytes."""
+    """A function that opens the engine's side, from the route, the token of the run and the size of the largest update
+    in bytes."""
     cost: TransportCost
+    """The cost that the planner assumes."""
     address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
-    """Return the ``address`` of the run's :class:`~headrace.sync.config.Route`; empty where the sides meet without
-    one."""
+    """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: where the two sides
+    meet; empty where they need no such place."""
     one_machine: str = ""
     """The reason why learner and engines must be on one machine, as the end of a sentence: "is memory of one machine".
     Empty if they may be on several."""
@@ -74,18 +78,19 @@ class Transport:
     """The settings of ``[sync]`` that only some transports use, this one among them. The value completes the sentence
     about a transport that does not use the setting: ``{"directory": "writes no files"}``."""
     check: Callable[[SyncConfig], None] = _no_check
-    """Raise :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport cannot use."""
+    """A function that raises :class:`~headrace.base.errors.ConfigError` for values of ``[sync]`` that the transport
+    cannot use."""
     options: type[Section] | None = None
     """The section that ``[sync.options]`` is validated as; ``None`` if the transport has no settings of its own."""
 
     @property
     def crosses_machines(self) -> bool:
-        """Whether learner and engines may be on several machines."""
+        """Return whether learner and engines may be on several machines."""
         return not self.one_machine
 
     def refuse(self, sync: SyncConfig) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``sync`` that this transport does not use,
-        or whose values it cannot use."""
+        or whose values it cannot use. The settings call this when they are loaded."""
         for name in sync.changed:
             if name not in self.settings:
                 raise _unread(sync, name)
@@ -101,7 +106,8 @@ class Transport:
 
 
 def _unread(sync: SyncConfig, name: str) -> ConfigError:
-    """Return the error for a setting that belongs to another transport than the chosen one."""
+    """Return the error for the setting ``name`` of ``[sync]``, which belongs to another transport than the chosen
+    one."""
     owner = next(each for each in TRANSPORTS.rows if name in TRANSPORTS.load(each).settings)
     settings = TRANSPORTS.load(owner).settings
     unread = " and ".join(f"sync.{each}" for each in sync.changed if each in settings)
@@ -112,6 +118,8 @@ def _unread(sync: SyncConfig, name: str) -> ConfigError:
 
 
 def _problem(made: Any) -> str | None:
+    """Return what is wrong with ``made``, an object that a package offers as a transport, as the end of a sentence;
+    ``None`` if it is a transport."""
     return None if isinstance(made, Transport) else f"is a {type(made).__name__}, not a headrace.sync.config.Transport"
 
 
@@ -130,10 +138,10 @@ TRANSPORTS = Registry[Transport](
 
 
 SHORT_VERSION_S = 60.0
-"""The longest time for one stage or commit of a version of few bytes."""
+"""The longest time for one stage or commit of a version of few bytes, in seconds."""
 SLOWEST_BYTES_S = 50e6
-"""The bytes a second at which a version is expected to travel at least: a third of what the slowest path of a large
-model reached, from sharded ranks through host memory and HTTP into a server."""
+"""The smallest rate, in bytes per second, at which a version is expected to travel: a third of what the slowest path of
+a large model reached, from sharded ranks through host memory and HTTP into a server."""
 
 
 class SyncConfig(Section):
@@ -174,7 +182,7 @@ class SyncConfig(Section):
     60 s, and one second more for each 50 MB of the weights that a version consists of."""
 
     def longest_s(self, num_bytes: int) -> float:
-        """Return the longest time for one stage or commit of a version of ``num_bytes``.
+        """Return the longest time, in seconds, that one stage or commit of a version of ``num_bytes`` bytes may take.
 
         >>> SyncConfig().longest_s(64 * 10**9), SyncConfig(deadline_s=5).longest_s(10**9)
         (1340.0, 5.0)
@@ -182,7 +190,8 @@ class SyncConfig(Section):
         return self.deadline_s or SHORT_VERSION_S + num_bytes / SLOWEST_BYTES_S
 
     def route(self, places: RunPlaces, version_bytes: int) -> Route:
-        """Return how versions of ``version_bytes`` travel in a run whose two sides meet in ``places``."""
+        """Return the route, the settings of both sides, for versions of ``version_bytes`` bytes in a run whose two
+        sides meet in ``places``."""
         return Route(
             transport=self.transport,
             codec=self.codec,
@@ -197,12 +206,13 @@ class SyncConfig(Section):
 
     @property
     def changed(self) -> tuple[str, ...]:
-        """The settings of :attr:`READ_BY_SOME` that differ from their defaults."""
+        """Return the names of the settings in :attr:`READ_BY_SOME` that differ from their defaults."""
         fields = type(self).model_fields
         return tuple(name for name in self.READ_BY_SOME if self.__dict__[name] != fields[name].default)
 
     @model_validator(mode="after")
     def _transport_reads_them(self) -> Self:
+        """Refuse settings that the chosen transport does not use, or whose values it cannot use."""
         TRANSPORTS.load(self.transport).refuse(self)
         return self
 
@@ -211,7 +221,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The settings by which a learner and its engines exchange weights; both sides get the same."""
 
     transport: str = "shm"
+    """The name of the transport, as in ``sync.transport``."""
     codec: str = "full"
+    """The name of the codec, as in ``sync.codec``."""
     address: str = ""
     """The place where the two sides meet, as the ``address`` of the transport returned it."""
     host: str = LOOPBACK
@@ -223,6 +235,6 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     options: dict[str, Any] = msgspec.field(default_factory=dict)
     """``sync.options``, for a transport that an installed package offers."""
     deadline_s: float = 60.0
-    """The longest time that one side waits for the other."""
+    """The longest time that one side waits for the other, in seconds."""
     silence_s: float | None = None
-    """The longest time in which a connection between them may be silent; ``None``: ``deadline_s``."""
+    """The longest time, in seconds, in which a connection between them may be silent; ``None``: ``deadline_s``."""

@@ -3,8 +3,9 @@
     folder/v00000007-3f2a91c0.safetensors     an image: its tensors one after the other, readable as safetensors
     folder/v00000007-3f2a91c0.delta           a difference from the version before
 
-A file gets its name only when it is complete. An engine that joins late finds the newest versions: as many are kept as
-a difference needs. The header before the tensors follows from the manifest, so that no engine has to parse it.
+An image is a buffer with all tensors of one version. A file gets its name only when it is complete. An engine that
+joins late finds the newest versions: as many are kept as a difference needs. The header before the tensors follows from
+the manifest (their layout), so that no engine has to parse it.
 """
 
 from __future__ import annotations
@@ -30,15 +31,18 @@ _DTYPES = {
 }  # fmt: skip
 """The names of dtypes in safetensors."""
 _HEAD_ALIGNMENT = 64
+"""The header is filled up with spaces to a multiple of this many bytes."""
 _NAME_PATTERN = "v????????-????????"
+"""The pattern of the names of the files that this transport writes, without their endings."""
 _RESEND_REMEDY = "send the version again: the file was cut off or changed"
 
 
 class FilesOutbox:
-    """The learner's side. It writes into ``folder``, a path or URL, which no other run may use, and removes what it
-    wrote."""
+    """The learner's side of the transport. It removes the files that it wrote."""
 
     def __init__(self, folder: str) -> None:
+        """Write into ``folder``, a path or URL, which no other run may use. Remove the files that a killed run has left
+        there."""
         self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
         with contextlib.suppress(OSError):  # what a killed run left
@@ -47,11 +51,12 @@ class FilesOutbox:
                     self._files.rm(path)
 
     def memory(self, num_bytes: int) -> memoryview:
+        """Return ``num_bytes`` bytes of this process for the slots."""
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Write a version to a file in the shared folder, under its final name only when it is whole, and remove old
-        ones."""
+        """Write the payload of ``request`` to a file in the folder, which gets its final name only when it is complete,
+        and return that name. Remove files of older versions."""
         name = f"v{request.version:08d}-{secrets.token_hex(4)}.{'safetensors' if request.whole else 'delta'}"
         path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
         try:
@@ -75,6 +80,7 @@ class FilesOutbox:
         return Sent(path=name)
 
     def close(self) -> None:
+        """Remove all files that were written."""
         for path in self._written:
             self._remove(path)
 
@@ -85,20 +91,22 @@ class FilesOutbox:
 
 
 class FilesInbox:
-    """The engine's side. It reads from ``folder`` only, whatever path an update names."""
+    """The engine's side of the transport. It reads from one folder only, whatever path an update names."""
 
     address = ""
     lasting = False
 
     def __init__(self, folder: str) -> None:
+        """Read from ``folder``, a path or URL."""
         self._files, self._folder = _open_filesystem(folder)
 
     def view(self, update: WeightUpdate) -> None:
-        return None
+        return None  # ``None``: a file has to be fetched
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Read a version from its file in the shared folder. Raises :class:`~headrace.base.errors.NeedsFull` if it
-        cannot be read."""
+        """Read the payload of ``update`` from its file into ``into``. Raises :class:`~headrace.base.errors.NeedsFull`
+        if it cannot be read, and :class:`~headrace.base.errors.WeightsError` for a path that leads out of the
+        folder."""
         if "/" in update.path or "\\" in update.path or update.path.startswith("."):
             raise WeightsError(
                 f"version {update.version} names the file {update.path!r}, which is not one of {self._folder}",
@@ -120,8 +128,9 @@ class FilesInbox:
         """Do nothing: no resource is held."""
 
     def _read(self, path: str, update: WeightUpdate, into: memoryview) -> None:
-        """Read the payload from ``path``. Raises :class:`~headrace.base.errors.NeedsFull` if the file is not the one
-        that was announced."""
+        """Read the payload of ``update`` from the file ``path`` into ``into``. Raises
+        :class:`~headrace.base.errors.NeedsFull` if the size or the header of the file is not that of the version that
+        was announced."""
         whole = update.manifest if update.base is None else None
         before = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
@@ -138,7 +147,8 @@ class FilesInbox:
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
-    """Return the header of a safetensors file: its length, then names, dtypes, shapes and offsets of the tensors."""
+    """Return the header of a safetensors file for one version: its length, then names, dtypes, shapes and offsets of
+    the tensors, which follow each other without gaps."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt", "version": str(version)}}
     end = 0
     for entry in manifest.entries:
@@ -150,7 +160,8 @@ def safetensors_header(manifest: Manifest, version: int) -> bytes:
 
 
 def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview]:
-    """Yield the payload in pieces; for an image, only its tensors, since the format allows no gaps."""
+    """Yield ``payload`` in pieces of limited size. ``whole`` is the layout of a payload that is an image, of which only
+    the tensors are yielded, since the file format allows no gaps; ``None`` for a difference."""
     pieces = [payload] if whole is None else [payload[e.offset_bytes :][: e.num_bytes] for e in whole.entries]
     for piece in pieces:
         for start in range(0, len(piece), BUCKET_BYTES):
@@ -158,7 +169,7 @@ def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview
 
 
 def _fill(file: Any, bucket: memoryview) -> int:
-    """Read until the buffer is full or the file ends; return the number of bytes read."""
+    """Read from ``file`` into ``bucket`` until it is full or the file ends; return the number of bytes read."""
     done = 0
     while done < len(bucket) and (count := file.readinto(bucket[done:])):
         done += count
@@ -166,7 +177,8 @@ def _fill(file: Any, bucket: memoryview) -> int:
 
 
 def _open_filesystem(folder: str) -> tuple[Any, str]:
-    """Return the file system of ``folder``, which is a path or a URL, and the path within it."""
+    """Return the file system of ``folder``, which is a path or a URL, and the path within it. Raises
+    :class:`~headrace.base.errors.ConfigError` if it cannot be reached."""
     try:
         from fsspec.core import url_to_fs
     except ImportError:
@@ -184,7 +196,8 @@ def _open_filesystem(folder: str) -> tuple[Any, str]:
 
 
 def _folder(sync: SyncConfig, places: RunPlaces) -> str:
-    """Return the folder of this run, since several runs may share ``sync.directory``."""
+    """Return the folder in which this run writes its versions: ``weights`` in the run directory, or a folder of its own
+    in ``sync.directory``, which several runs may share."""
     if not sync.directory:
         return str(places.run_dir / "weights")
     # other machines may have run directories of the same name

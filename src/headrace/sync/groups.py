@@ -1,4 +1,5 @@
-"""Process groups of torch.distributed that are independent of the default group."""
+"""Process groups of torch.distributed that are independent of the default group. The members of a group are numbered by
+*ranks*; rank 0 is the sender of every broadcast here."""
 
 from __future__ import annotations
 
@@ -18,19 +19,22 @@ torch_distributed: Any = dist
 
 
 class ProcessGroup:
-    """A process group that is independent of the default one."""
+    """A process group that is independent of the default one, with a deadline for every transfer."""
 
     def __init__(self, backend: Any, deadline_s: float) -> None:
+        """Use ``backend``, a process group object of torch. A transfer may take ``deadline_s`` seconds."""
         self._group, self._timeout = backend, timedelta(seconds=deadline_s)
 
     def broadcast(self, buffer: memoryview) -> None:
-        """Send ``buffer`` from rank 0 to the others, a bucket at a time."""
+        """Broadcast ``buffer`` from rank 0 to the other ranks, which receive into theirs, one bucket after the other.
+        Raises ``RuntimeError`` if a bucket is late."""
         if buffer:
             for bucket in torch.frombuffer(buffer, dtype=torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
 
     def broadcast_one(self, tensor: Tensor) -> None:
-        """Send ``tensor`` from rank 0 to the others."""
+        """Broadcast ``tensor`` from rank 0 to the other ranks, which receive into theirs. Raises ``RuntimeError`` if it
+        is late."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.timeout = self._timeout
@@ -51,7 +55,8 @@ def gloo_group(store: Any, rank_and_size: tuple[int, int], deadline_s: float, ho
 
 
 def join_local_group(directory: Path, name: str, rank_and_size: tuple[int, int], deadline_s: float) -> ProcessGroup:
-    """Return a Gloo group of processes of this machine, which find each other in ``directory``."""
+    """Return a Gloo group of processes of this machine that find each other by a file in ``directory``; ``name`` must
+    differ from those of earlier groups. The other arguments and the error are those of :func:`gloo_group`."""
     directory.mkdir(parents=True, exist_ok=True)
     store = torch_distributed.FileStore(str(directory / f"weights-{name}"), rank_and_size[1])
     store.set_timeout(timedelta(seconds=deadline_s))

@@ -28,7 +28,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from headrace.base.config.addresses import EVERYWHERE, LOOPBACK
-from headrace.base.config.tls import only, refuse_incomplete_tls, server_context
+from headrace.base.config.tls import client_context, refuse_incomplete_tls, server_context
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES, WeightUpdate
 from headrace.sync.base import SendRequest, Sent
@@ -36,34 +36,38 @@ from headrace.sync.config import Route, SyncConfig, Transport, TransportCost
 from headrace.sync.manifest import private_memory
 
 MAX_CONNECTIONS = 8
-"""The most connections that an engine accepts at once."""
+"""Greatest number of connections that an engine accepts at once."""
 MAX_UPLOADS = 16
-"""The most engines that the learner uploads to at once."""
+"""Greatest number of engines to which the learner uploads at once."""
 PROBE_S = 2.0
-"""The longest time in which an engine that missed a version may answer a probe."""
+"""The longest time, in seconds, in which an engine that missed a version may answer a probe."""
 _PATH = re.compile(r"/weights/(\d{1,18}-[0-9a-f]{16})")
 _NUMBER = re.compile(r"\d{1,18}")
 
 
 class HttpOutbox:
-    """The learner's side. It uploads to all receivers at once, so that a slow or silent one does not delay the others.
+    """The learner's side of the transport. It uploads to all receivers at once, so that a slow or silent one does not
+    delay the others.
 
     A receiver that missed a version, while others got it, is probed in the background and gets no upload until it
     answers.
     """
 
     def __init__(self, token: str, deadline_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """Upload with the run's ``token``. An engine may be silent for ``deadline_s`` seconds. ``tls`` is the client's
+        TLS context; ``None``: no TLS."""
         self._token, self._deadline_s, self._tls = token, deadline_s, tls
         self._missed: dict[str, WeightsError] = {}
         self._probes: dict[str, Future[bool]] = {}
         self._probe_pool = ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="probe")
 
     def memory(self, num_bytes: int) -> memoryview:
+        """Return ``num_bytes`` bytes of this process for the slots."""
         return private_memory(num_bytes)
 
     def send(self, request: SendRequest) -> Sent:
-        """Upload a version to all receivers at once, and report those that it did not reach. Raises
-        :class:`~headrace.base.errors.WeightsError` if it reached none."""
+        """Upload the payload of ``request`` to all of its receivers at once. Return the key of the upload, and the
+        receivers that it did not reach. Raises :class:`~headrace.base.errors.WeightsError` if it reached none."""
         key = f"{request.version}-{secrets.token_hex(8)}"
         receivers = [url for url in request.to if self._is_reachable(url)] or request.to
         with ThreadPoolExecutor(max_workers=MAX_UPLOADS, thread_name_prefix="upload") as uploads:
@@ -87,8 +91,8 @@ class HttpOutbox:
         self._probe_pool.shutdown(wait=False, cancel_futures=True)
 
     def _is_reachable(self, url: str) -> bool:
-        """Return whether the last upload to ``url`` succeeded or a probe has been answered since; otherwise start a
-        probe."""
+        """Return whether the engine at ``url`` should get an upload: its last one succeeded, or a probe has been
+        answered since. Otherwise start a probe, unless one is under way."""
         if url not in self._missed:
             return True
         probe = self._probes.get(url)
@@ -99,7 +103,7 @@ class HttpOutbox:
         return False
 
     def _probe(self, url: str) -> bool:
-        """Return whether a receiver answers at ``url``."""
+        """Return whether a server answers at ``url``."""
         connection = self._connection(url, min(PROBE_S, self._deadline_s))
         try:
             connection.request("HEAD", "/")
@@ -111,7 +115,8 @@ class HttpOutbox:
         return True
 
     def _upload(self, url: str, key: str, request: SendRequest) -> None:
-        """Upload an update to one engine. Raises :class:`~headrace.base.errors.WeightsError` if that fails."""
+        """Upload the payload of ``request`` to the engine at ``url``, under ``key``. Raises
+        :class:`~headrace.base.errors.WeightsError` if that fails."""
         try:
             self._put(url, key, request)
         except (OSError, http.client.HTTPException) as error:
@@ -122,8 +127,8 @@ class HttpOutbox:
             ) from None
 
     def _put(self, url: str, key: str, request: SendRequest) -> None:
-        """Upload the payload to one receiver in buckets. Raises :class:`~headrace.base.errors.WeightsError` if it is
-        refused."""
+        """Upload the payload to the engine at ``url`` in buckets, one request after the other. Raises
+        :class:`~headrace.base.errors.WeightsError` if one is refused."""
         connection = self._connection(url, self._deadline_s)
         try:
             for start in range(0, max(len(request.payload), 1), BUCKET_BYTES):
@@ -145,7 +150,7 @@ class HttpOutbox:
             connection.close()
 
     def _connection(self, url: str, timeout_s: float) -> http.client.HTTPConnection:
-        """Return an unopened connection to a receiver."""
+        """Return an unopened connection to the engine at ``url``. ``timeout_s`` is how long each operation may take."""
         parts = urlsplit(url)
         host = parts.hostname or ""
         if self._tls is None:
@@ -155,23 +160,30 @@ class HttpOutbox:
 
 @dataclass(slots=True, kw_only=True)
 class _Upload:
-    """An upload in progress."""
+    """An upload that an engine is receiving."""
 
     key: str
+    """The key that the learner gave the upload, which the update names as its path."""
     memory: memoryview
+    """The memory for all bytes of the upload."""
     received: int = 0
+    """Number of bytes that have arrived."""
     busy: bool = False
     """Whether a bucket is being read."""
 
 
 class HttpInbox:
-    """The engine's side: a small server at ``host``. It holds one upload, of at most ``limit_bytes``."""
+    """The engine's side of the transport: a small HTTP server. It holds one upload at a time."""
 
     lasting = False
 
     def __init__(
         self, token: str, limit_bytes: int, deadline_s: float, host: str = LOOPBACK, tls: ssl.SSLContext | None = None
     ) -> None:
+        """Listen on a free port of ``host`` for uploads of at most ``limit_bytes`` bytes that carry ``token``.
+        ``deadline_s`` is the longest time to wait for one. ``tls`` is the server's TLS context; ``None``: no TLS.
+        Raises :class:`~headrace.base.errors.ConfigError` without a token, or if ``host`` is not an address of this
+        machine."""
         if not token:
             raise ConfigError(
                 f"the http transport has no token, and would take anybody's weights at {host}",
@@ -192,7 +204,8 @@ class HttpInbox:
         self._thread.start()
 
     def view(self, update: WeightUpdate) -> memoryview:
-        """Wait until the upload is complete, and return its memory."""
+        """Wait until the upload of ``update`` is complete, and return its memory, which is used as it is. Raises
+        :class:`~headrace.base.errors.NeedsFull` after the deadline."""
         with self._changed:
             whole = self._changed.wait_for(lambda: self._whole(update), self.deadline_s)
             upload, self._upload = self._upload, None
@@ -206,20 +219,24 @@ class HttpInbox:
         )
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Raise ``AssertionError``: :meth:`view` always returns the upload, so that nothing has to be fetched."""
         raise AssertionError("uploads are used in place")
 
     def skip(self, update: WeightUpdate) -> None:
+        """Free the memory of the upload of ``update``, if it is the one that is held."""
         with self._changed:
             if self._upload is not None and self._upload.key == update.path:
                 self._upload = None
 
     def close(self) -> None:
+        """Stop the server."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(self.deadline_s)
 
     def begin_bucket(self, key: str, start: int, total: int) -> _Upload | str:
-        """Return the upload that the next bucket belongs to, or the reason why the bucket is refused."""
+        """Return the upload ``key``, for the bucket that begins at byte ``start``, or a text that says why the bucket
+        is refused. The bucket at byte 0 begins a new upload of ``total`` bytes, which replaces the one before."""
         with self._changed:
             if start == 0:  # a new upload replaces the old one; a bucket that is still arriving fills unused memory
                 self._upload = _Upload(key=key, memory=private_memory(total))
@@ -231,14 +248,14 @@ class HttpInbox:
             return upload
 
     def end_bucket(self, upload: _Upload, count: int) -> None:
-        """Record that ``count`` bytes of the bucket have arrived."""
+        """Record that ``count`` bytes of a bucket have arrived, all of it or less if the connection broke."""
         with self._changed:
             upload.busy = False
             upload.received += count
             self._changed.notify_all()
 
     def _whole(self, update: WeightUpdate) -> bool:
-        """Return whether the update has arrived completely."""
+        """Return whether the upload of ``update`` has arrived completely."""
         upload = self._upload
         return (
             upload is not None
@@ -248,13 +265,15 @@ class HttpInbox:
 
 
 class _UploadServer(ThreadingHTTPServer):
-    """The server of an inbox: it limits the connections that have not shown the token."""
+    """The HTTP server of an inbox. It limits the number of connections, and closes one that has not shown the token if
+    another client needs its place."""
 
     daemon_threads = True
     block_on_close = False
     request_queue_size = 128  # connections that were made and not accepted yet; beyond, clients wait for seconds
 
     def __init__(self, address: tuple[str, int], inbox: HttpInbox) -> None:
+        """Listen at ``address``, a host and a port, for uploads to ``inbox``."""
         self.inbox = inbox
         self._changing = threading.Lock()
         self._unauthenticated: dict[Any, socket.socket] = {}
@@ -263,7 +282,8 @@ class _UploadServer(ThreadingHTTPServer):
         super().__init__(address, _UploadHandler)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a new connection. If all connections are taken, the oldest one without the token is closed."""
+        """Serve a new connection in a thread. If all connections are taken, close the oldest one without the token; if
+        all have shown the token, refuse the new one."""
         with self._changing:
             if len(self._unauthenticated) + self._num_authenticated >= MAX_CONNECTIONS:
                 if not self._unauthenticated:
@@ -274,7 +294,8 @@ class _UploadServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def replace_socket(self, client_address: Any, request: socket.socket) -> bool:
-        """Record the TLS socket of a connection; ``False`` if the connection has been closed for another."""
+        """Record ``request``, the TLS socket of a connection, instead of its plain socket. Return false if the
+        connection has been closed to make room for another."""
         with self._changing:
             if client_address not in self._unauthenticated:
                 return False
@@ -282,14 +303,15 @@ class _UploadServer(ThreadingHTTPServer):
             return True
 
     def authenticate(self, client_address: Any) -> bool:
-        """Keep a connection that has shown the token until it ends; ``False`` if it has been closed for another."""
+        """Note that a connection has shown the token, so that it is kept until it ends. Return false if it has been
+        closed to make room for another."""
         with self._changing:
             is_open = self._unauthenticated.pop(client_address, None) is not None
             self._num_authenticated += is_open
             return is_open
 
     def remove(self, client_address: Any, *, authenticated: bool) -> None:
-        """Free the place of a connection that ends."""
+        """Free the place of a connection that ends; ``authenticated`` says whether it had shown the token."""
         with self._changing:
             self._num_authenticated -= authenticated
             if not authenticated:
@@ -300,14 +322,16 @@ class _UploadServer(ThreadingHTTPServer):
 
 
 class _UploadHandler(BaseHTTPRequestHandler):
-    """A handler of one connection: it checks the token and reads buckets."""
+    """A handler of one connection to an engine's upload server, in a thread of its own: it checks the token and reads
+    buckets."""
 
     protocol_version = "HTTP/1.1"
     server: _UploadServer
     _authenticated = False
 
     def setup(self) -> None:
-        """Prepare a new connection: it is closed unless it gives the token within the deadline."""
+        """Prepare a new connection, with TLS if there is a certificate. A timer closes the connection unless it shows
+        the token within the deadline."""
         inbox = self.server.inbox
         self.request.settimeout(inbox.deadline_s)
         self._token_timer = threading.Timer(inbox.deadline_s, lambda: _disconnect(self.request))
@@ -325,16 +349,19 @@ class _UploadHandler(BaseHTTPRequestHandler):
             raise
 
     def finish(self) -> None:
+        """End the connection and free its place."""
         super().finish()
         self._release()
 
     def _release(self) -> None:
+        """Stop the timer of the token, free the place of the connection, and close its socket."""
         self._token_timer.cancel()
         self.server.remove(self.client_address, authenticated=self._authenticated)
         self.request.close()
 
     def do_PUT(self) -> None:
-        """Receive one bucket of an update, after the token and the sizes are checked."""
+        """Receive one bucket of an upload and answer with status 204, after the token and the sizes are checked. A
+        bucket that is refused gets another status, with the reason."""
         inbox = self.server.inbox
         given = self.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {inbox.token}".encode()):
@@ -371,7 +398,8 @@ class _UploadHandler(BaseHTTPRequestHandler):
         return self._answer(204, "")
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """Answer other methods and invalid requests with 401, the same as for a request without the token."""
+        """Answer other methods and invalid requests with status 401, as for a request without the token, so that the
+        answer tells a stranger nothing."""
         self.request_version = self.protocol_version
         self._answer(401, "")
 
@@ -379,7 +407,8 @@ class _UploadHandler(BaseHTTPRequestHandler):
         """Log nothing: the answers tell the client what happened."""
 
     def _answer(self, status: int, text: str) -> None:
-        """Send a response. After an error the connection is closed, because the body of the request was not read."""
+        """Send a response with ``status`` and the body ``text``. Any status but 204 is an error, after which the
+        connection is closed, because the body of the request was not read."""
         body = text.encode()
         self.send_response_only(status)
         if status == 401:
@@ -394,8 +423,8 @@ class _UploadHandler(BaseHTTPRequestHandler):
             self._drain_request()
 
     def _drain_request(self) -> None:
-        """Read the rest of the request, a bucket at most. If the connection were closed at once, the sender would see a
-        reset instead of the answer."""
+        """Read and discard the rest of the request, one bucket at most. If the connection were closed at once, the
+        sender would see a reset instead of the answer."""
         remaining = BUCKET_BYTES
         with contextlib.suppress(OSError):
             self.request.shutdown(socket.SHUT_WR)
@@ -404,25 +433,31 @@ class _UploadHandler(BaseHTTPRequestHandler):
 
 
 def _disconnect(connection: socket.socket) -> None:
+    """Shut a connection down in both directions, so that the thread that reads from it ends."""
     with contextlib.suppress(OSError):  # the connection has just ended
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def _open_outbox(route: Route, token: str) -> HttpOutbox:
-    """Open the learner's side: it uploads to the addresses that come with each version."""
+    """Return the learner's side of the transport; it uploads to the addresses that come with each version. ``token`` is
+    the run's token."""
     return HttpOutbox(
-        token, route.silence_s or route.deadline_s, only(route.tls_certificate) if route.tls_certificate else None
+        token,
+        route.silence_s or route.deadline_s,
+        client_context(route.tls_certificate) if route.tls_certificate else None,
     )
 
 
 def _open_inbox(route: Route, token: str, limit_bytes: int) -> HttpInbox:
-    """Open the engine's side: it listens on a free port of ``route.host``."""
+    """Return the engine's side of the transport; it listens on a free port of ``route.host``, for uploads of at most
+    ``limit_bytes`` bytes with the run's ``token``."""
     tls = server_context(route.tls_certificate, route.tls_key) if route.tls_certificate else None
     return HttpInbox(token, limit_bytes, route.deadline_s, route.host, tls)
 
 
 def _check(sync: SyncConfig) -> None:
-    """Refuse TLS settings that are incomplete, and an address that the learner could not reach."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for TLS settings that are incomplete, and for a host to which a
+    learner cannot connect."""
     refuse_incomplete_tls("sync", sync.tls_certificate, sync.tls_key)
     if sync.host in EVERYWHERE:
         raise ConfigError(

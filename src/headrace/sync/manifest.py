@@ -1,4 +1,5 @@
-"""The packed layout of a set of tensors, and views into it."""
+"""The packed layout of a set of tensors, and views into it. An *image* is a buffer with all tensors of one version; its
+layout is a *manifest*, whose entries give name, dtype, shape and offset of each tensor."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from headrace.base.buffers import zeros
 from headrace.base.types.weights import Manifest, TensorEntry
 
 ALIGNMENT_BYTES = 64
-"""The alignment of every tensor: a cache line."""
+"""The alignment of every tensor in an image, in bytes: a cache line."""
 
 
 def plan(tensors: Mapping[str, Tensor]) -> Manifest:
-    """Return a layout of ``tensors`` one after the other, aligned.
+    """Return the layout of an image of ``tensors``, given by name: one after the other, each aligned.
 
     >>> import torch
     >>> [entry.offset_bytes for entry in plan({"a": torch.zeros(3), "b": torch.zeros(2, 2)}).entries]
@@ -40,12 +41,12 @@ def plan(tensors: Mapping[str, Tensor]) -> Manifest:
 
 
 def private_memory(num_bytes: int) -> memoryview:
-    """Return zeroed memory of this process, aligned to a page."""
+    """Return ``num_bytes`` zeroed bytes of this process, aligned to a page."""
     return memoryview(zeros(num_bytes))  # type: ignore[arg-type]  # arrays are buffers
 
 
 def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:
-    """Return the xxh3 hash of each tensor's bytes."""
+    """Return the xxh3 hash (64 bits) of each tensor's bytes in ``image``, in the order of the manifest."""
     return tuple(
         xxhash.xxh3_64_intdigest(image[entry.offset_bytes : entry.offset_bytes + entry.num_bytes])
         for entry in manifest.entries
@@ -53,7 +54,7 @@ def checksums(image: memoryview, manifest: Manifest) -> tuple[int, ...]:
 
 
 def view(image: memoryview, entry: TensorEntry) -> Tensor:
-    """Return the tensor as a view into ``image``, which it keeps alive."""
+    """Return the tensor at ``entry`` as a view into ``image``, without a copy; the tensor keeps the memory alive."""
     dtype: torch.dtype = getattr(torch, entry.dtype)
     if not entry.num_bytes:
         return torch.empty(entry.shape, dtype=dtype)

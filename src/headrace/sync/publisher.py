@@ -1,5 +1,5 @@
-"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training
-continues."""
+"""The learner's side of the weight sync: snapshots of the weights, hashed, encoded and sent while training continues. A
+*slot* is one of two buffers for snapshots; the *image* in it is the bytes of all tensors of one version."""
 
 from __future__ import annotations
 
@@ -19,19 +19,23 @@ from headrace.sync.manifest import checksums, plan, view
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Announced:
-    """A version that was announced from a slot."""
+    """The version that was last announced from a slot, with the hash of each of its tensors."""
 
     version: int
     checksums: tuple[int, ...]
 
 
 class Publisher:
-    """A publisher of the learner's ``tensors``, given by name: it fills two slots with images of them.
+    """The publisher of a learner's weights: it copies them into one of two slots, and sends them to the engines from
+    there.
 
     The tensors are read at every :meth:`copy`. One thread copies; one other thread may announce.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, outbox: Outbox) -> None:
+        """Publish ``tensors``, the weights by name, represented by ``codec`` and sent through ``outbox``. Raises
+        :class:`~headrace.base.errors.ConfigError` for a model that trains more than adapters if the codec sends
+        adapters only."""
         if codec.adapters_only and not all(of_adapter(name) for name in tensors):
             raise ConfigError(
                 "sync.codec='adapter' sends adapters alone, and this model is trained as a whole",
@@ -47,19 +51,22 @@ class Publisher:
         self._announced: list[_Announced | None] = [None] * NUM_SLOTS
 
     def copy(self, slot: int) -> None:
-        """Copy every tensor, as it is now, into ``slot``. The learner waits for this call only."""
+        """Copy every tensor, as it is now, into the slot with the index ``slot``. The learner waits for this call
+        only."""
         self.fill(slot, self._tensors)
 
     @torch.no_grad()
     def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
-        """Copy ``tensors`` into ``slot``; an iterator gives them one at a time, in the order of the learner's
-        tensors."""
+        """Copy ``tensors`` into the slot with the index ``slot``. They must come in the order of the learner's tensors;
+        an iterator can make them one at a time."""
         self._announced[slot] = None
         for parts, tensor in zip(self._views[slot], tensors, strict=True):
             self._codec.form.write(parts, tensor.detach())
 
     def announce(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
-        """Hash ``slot``, send it to the receivers at the addresses ``to``, and return its description."""
+        """Hash the image in ``slot``, send it as ``version`` to the receivers at the addresses ``to``, and return the
+        update that engines stage it by. If the codec sends differences, the difference from the version in the other
+        slot is sent where it is shorter."""
         hashed = checksums(self._images[slot], self.manifest)
         base = self._announced[1 - slot] if self._codec.differences else None
         self._announced[slot] = _Announced(version=version, checksums=hashed)
@@ -71,8 +78,9 @@ class Publisher:
         return self._send(self._send_request(version, slot, to))
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
-        """Send a version once more, whole. Raises :class:`~headrace.base.errors.WeightsError` if ``slot`` does not hold
-        it any more, bit for bit."""
+        """Send ``version`` from ``slot`` once more, as the full image, to the addresses ``to``. Return the new update.
+        Raises :class:`~headrace.base.errors.WeightsError` if the slot does not hold that version any more, bit for
+        bit."""
         announced = self._announced[slot]
         if announced is None or announced.version != version:
             raise WeightsError(f"version {version} is not in slot {slot} any more", remedy="publish a newer version")
@@ -87,20 +95,20 @@ class Publisher:
         return self._send(replace(self._send_request(version, slot, to), again=True))
 
     def close(self) -> None:
-        """Release the buffers."""
+        """Release the buffers and close the transport."""
         self._views.clear()
         self._images.clear()
         self._outbox.close()
 
     def _send_request(self, version: int, slot: int, to: Sequence[str]) -> SendRequest:
-        """Return the request to send the whole slot."""
+        """Return the request to send the whole image in ``slot`` as ``version`` to the addresses ``to``."""
         return SendRequest(
             version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to
         )
 
     def _send(self, request: SendRequest, base: int | None = None) -> WeightUpdate:
-        """Send a payload and return the update that tells engines where it is. ``base`` is the version that a
-        difference applies to."""
+        """Send the payload of ``request``, and return the update that tells engines where it is. ``base`` is the
+        version from which the payload is a difference; ``None`` for a whole image."""
         announced = self._announced[request.slot]
         assert announced is not None
         sent = self._outbox.send(request)
@@ -119,6 +127,7 @@ class Publisher:
 
 
 def _grouped(views: list[Tensor], parts: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """Return the views grouped by tensor, one for each of its parts."""
+    """Return ``views``, one for each part in order, grouped by the tensor that the parts represent. ``parts`` has the
+    parts of each tensor by name."""
     rest = iter(views)
     return [[next(rest) for _ in group] for group in parts]

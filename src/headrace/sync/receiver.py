@@ -1,4 +1,5 @@
-"""The engine's side of the weight sync: updates are fetched, decoded and verified beside the model.
+"""The engine's side of the weight sync: updates are fetched, decoded and verified beside the model. An *image* is the
+bytes of all tensors of a version; a *payload* is an image or its difference from another one.
 
     update ─fits? newer?─▶ payload ─decode─▶ image ─hash─▶ tensors of the engine's dtype ─commit─▶ parameter.data
                            viewed or fetched               views of the image where nothing is converted
@@ -29,9 +30,10 @@ from headrace.sync.manifest import checksums, plan, private_memory, view
 
 @dataclass(slots=True, kw_only=True)
 class _VersionBuffer:
-    """Memory for one version, allocated when it is first needed."""
+    """The memory for one of two versions in an engine, allocated when it is first needed."""
 
     image: memoryview | None = None
+    """Memory for an image that is fetched or decoded; ``None`` until one is."""
     own: dict[str, Tensor] = field(default_factory=dict)
     """Tensors that are converted or moved to another device, by name."""
     views: tuple[memoryview, list[list[Tensor]]] | None = None
@@ -41,21 +43,27 @@ class _VersionBuffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ReceivedVersion:
-    """A version that has arrived and is verified."""
+    """A version that has arrived and is verified: it is staged, or in use."""
 
     version: int
+    """The number of the version."""
     manifest: Manifest
+    """The layout of the image."""
     image: memoryview
+    """The bytes of all tensors, as the codec represents them."""
     tensors: list[Tensor]
+    """The tensors in the model's dtypes, in the order of the model's tensors."""
     buffer: int
+    """The index of the buffer that holds what was fetched or converted."""
 
 
 class Receiver:
-    """A receiver of versions for ``tensors``, the engine's parameters and buffers by name. One thread stages; another
-    may commit at the same time."""
+    """The receiver of weight versions for one engine: it stages a version beside the model, and switches the model to
+    it at the commit. One thread stages; another may commit at the same time."""
 
     def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, open_inbox: Callable[[int], Inbox]) -> None:
-        """Open the engine's side of a transport. ``open_inbox`` gets the largest size of an update in bytes."""
+        """Receive versions for ``tensors``, the engine's parameters and buffers by name, represented by ``codec``.
+        ``open_inbox`` opens the engine's side of a transport; it gets the largest size of an update in bytes."""
         self._codec = codec
         self._targets = dict(tensors)
         self._devices = {tensor.device for tensor in tensors.values() if tensor.is_cuda}
@@ -81,16 +89,18 @@ class Receiver:
 
     @property
     def committed(self) -> int:
-        """The version in use; −1 before the first."""
+        """Return the version in use; −1 before the first."""
         return NOT_SAMPLED if self._used is None else self._used.version
 
     @property
     def address(self) -> str:
-        """The address to which updates can be sent; empty for a transport that does not send to addresses."""
+        """Return the address to which the learner can send updates; empty for a transport that does not send to
+        addresses."""
         return self._inbox.address
 
     def stage(self, update: WeightUpdate) -> None:
-        """Check layout, order and checksums, and fetch the payload. It may run in another thread than decoding.
+        """Check that ``update`` is newer and fits the model, fetch its payload, and verify the checksums;
+        :meth:`commit` can use it afterwards. This may run in another thread than decoding.
 
         Raises :class:`~headrace.base.errors.NeedsFull` if the same version could be used when sent whole, and
         :class:`~headrace.base.errors.WeightsError` if it could not; nothing in use has changed then.
@@ -119,18 +129,20 @@ class Receiver:
             self.phase = Phase.VERIFIED
 
     def staged(self) -> dict[str, Tensor]:
-        """Return the tensors of the version that is verified and not in use yet, by name; empty if there is none."""
+        """Return the tensors of the version that is verified and not in use yet, by their names in the model; empty if
+        there is none."""
         with self._lock:
             return {} if self._staged is None else dict(zip(self._targets, self._staged.tensors, strict=True))
 
     def commit(self, version: int) -> None:
-        """Use the staged version: a change of pointers."""
+        """Switch the model to the staged ``version``, all at once, by a change of pointers; see
+        :meth:`commit_parts`."""
         for _ in self.commit_parts(version, 1):
             pass
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Use the staged version in ``parts`` changes, one each time the iterator is advanced. Between them the model
-        has neither the old version nor the new one.
+        """Switch the model to the staged ``version`` in ``parts`` changes, one each time the returned iterator is
+        advanced. Between them the model has neither the old version nor the new one, but some tensors of each.
 
         Raises :class:`~headrace.base.errors.WeightsError` at once if ``version`` is not staged. The next version can be
         staged only after the last change.
@@ -144,12 +156,12 @@ class Receiver:
         return self._exchange(staged, -(-len(staged.tensors) // parts))
 
     def close(self) -> None:
-        """Close the transport; the model keeps its weights."""
+        """Close the engine's side of the transport; the model keeps its weights."""
         self._inbox.close()
 
     def _exchange(self, received: _ReceivedVersion, per_part: int) -> Iterator[None]:
         """Let the model's parameters point to the received tensors, ``per_part`` of them between two yields; then the
-        version is committed."""
+        version counts as committed."""
         pairs = list(zip(self._targets.values(), received.tensors, strict=True))
         for start in range(0, len(pairs), per_part):
             if start:
@@ -165,7 +177,8 @@ class Receiver:
                 self.phase = Phase.COMMITTED
 
     def _refuse_unfit(self, update: WeightUpdate) -> None:
-        """Refuse an update that is not newer, comes during a commit, or does not fit the model."""
+        """Raise :class:`~headrace.base.errors.WeightsError` for an update that is not newer, comes during a commit, or
+        does not fit the model."""
         if update.version <= self.committed:
             raise WeightsError(
                 f"version {update.version} is not newer than the committed version {self.committed}",
@@ -190,7 +203,8 @@ class Receiver:
         _refuse_inconsistent(update)
 
     def _refuse_misaddressed(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.NeedsFull` for an update that was sent to other addresses only."""
+        """Raise :class:`~headrace.base.errors.NeedsFull` for an update that the learner has sent to other engines'
+        addresses only."""
         if self.address and self.address not in update.to:
             raise NeedsFull(
                 f"version {update.version} was sent to {', '.join(update.to) or 'nobody'}, and this engine is "
@@ -199,7 +213,8 @@ class Receiver:
             )
 
     def _base(self, update: WeightUpdate) -> memoryview | None:
-        """Return the image that the update is a difference from; ``None`` if it is whole."""
+        """Return the image in use, from which ``update`` is a difference; ``None`` if the update is whole. Raises
+        :class:`~headrace.base.errors.NeedsFull` if the engine does not have that image."""
         if update.base is None:
             return None
         used = self._used
@@ -212,7 +227,8 @@ class Receiver:
         return used.image
 
     def _fetch_version(self, update: WeightUpdate, base: memoryview | None) -> _ReceivedVersion:
-        """Fetch, decode and verify a version, and return its tensors."""
+        """Fetch, decode and verify a version, and return it with its tensors. ``base`` is the image from which it is a
+        difference; ``None`` if it is whole."""
         index = 1 if self._used is None else 1 - self._used.buffer
         image = self._inbox.view(update)
         if image is None or base is not None:
@@ -227,7 +243,9 @@ class Receiver:
     def _fetch_image(
         self, update: WeightUpdate, base: memoryview | None, payload: memoryview | None, image: memoryview
     ) -> memoryview:
-        """Fetch the payload into ``image``, or apply it to ``base`` if it is a difference; return the image."""
+        """Bring the image of ``update`` into ``image``, and return it: fetch it or, if the update is a difference from
+        ``base``, decode the payload. ``payload`` is the payload where it can be viewed in place; ``None``: it is
+        fetched."""
         if base is None:
             self._inbox.fetch(update, image)
             return image
@@ -238,14 +256,15 @@ class Receiver:
         return image
 
     def _image_buffer(self, index: int, update: WeightUpdate) -> memoryview:
-        """Return the memory of buffer ``index``, which is allocated at its first use."""
+        """Return the memory for an image in the buffer with this index, which is allocated at its first use."""
         buffer = self._buffers[index]
         if buffer.image is None:
             buffer.image = private_memory(update.manifest.total_bytes)
         return buffer.image
 
     def _verify(self, update: WeightUpdate, image: memoryview) -> None:
-        """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor is not the announced one."""
+        """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor in ``image`` is not the one that was
+        announced."""
         found = checksums(image, update.manifest)
         for entry, expected, actual in zip(update.manifest.entries, update.checksums, found, strict=True):
             if expected != actual:
@@ -256,8 +275,8 @@ class Receiver:
 
     @torch.no_grad()
     def _tensors(self, manifest: Manifest, image: memoryview, index: int) -> list[Tensor]:
-        """Return the tensors of the image: views of it where dtype and device are the model's, converted copies
-        elsewhere."""
+        """Return the tensors of ``image`` in the order of the model's tensors: views of it where dtype and device are
+        the model's, converted copies elsewhere, in the buffer ``index``."""
         tensors = []
         for (name, target), parts in zip(self._targets.items(), self._views(manifest, image, index), strict=True):
             first = parts[0]
@@ -272,7 +291,8 @@ class Receiver:
         return tensors
 
     def _views(self, manifest: Manifest, image: memoryview, index: int) -> list[list[Tensor]]:
-        """Return the parts of each target as views into the image."""
+        """Return, for each tensor of the model, its parts as views into ``image``. Views are kept with the buffer
+        ``index`` if the same memory will be used again."""
         buffer = self._buffers[index]
         if buffer.views is not None and buffer.views[0] is image:
             return buffer.views[1]
@@ -284,8 +304,8 @@ class Receiver:
 
 @contextmanager
 def _on_side_streams(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Run copies to GPUs within the context on streams of their own, so that passes do not wait for them; wait for the
-    copies at the end.
+    """Run copies to the GPUs ``devices`` within this context on CUDA streams of their own, so that the engine's passes
+    do not wait for them; wait for the copies at the end.
 
     Each stream begins after the work that is already queued: a pass may still read the buffer that is filled now.
     """
@@ -299,8 +319,8 @@ def _on_side_streams(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def _refuse_other_layout(update: WeightUpdate) -> None:
-    """Refuse offsets and sizes that do not follow from names, dtypes and shapes, since they are used to read the
-    image."""
+    """Raise :class:`~headrace.base.errors.WeightsError` if the offsets and sizes of an update's layout do not follow
+    from its names, dtypes and shapes: they are used to read the image."""
     tensors = {
         entry.name: torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
         for entry in update.manifest.entries
@@ -314,7 +334,8 @@ def _refuse_other_layout(update: WeightUpdate) -> None:
 
 
 def _refuse_inconsistent(update: WeightUpdate) -> None:
-    """Refuse an announcement with inconsistent numbers, which are used as sizes and indices later."""
+    """Raise :class:`~headrace.base.errors.WeightsError` for an update with inconsistent numbers, which are used as
+    sizes and indices later."""
     manifest = update.manifest
     if update.slot not in range(NUM_SLOTS) or len(update.checksums) != len(manifest.entries):
         raise WeightsError(

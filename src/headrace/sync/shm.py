@@ -2,8 +2,9 @@
 
     path     slot 0 │ slot 1 │ a payload that is not a slot (a difference), until the next one overwrites it
 
-The engine's parameters are views of the committed slot. The file never shrinks, so that no reader loses a page. The
-pages of its last part are allocated when the first difference is written.
+A slot holds the image of one version: the bytes of all its tensors. The engine's parameters are views of the committed
+slot. The file never shrinks, so that no reader loses a page. The pages of its last part are allocated when the first
+difference is written.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from headrace.sync.config import Transport, TransportCost
 
 
 class ShmOutbox:
-    """The learner's side, which owns the file. ``path`` must be in a file system of memory, such as ``/dev/shm``."""
+    """The learner's side of the transport, which owns the shared file."""
 
     def __init__(self, path: Path) -> None:
+        """Create the shared file ``path`` later, in :meth:`memory`. It must be in a file system in memory, such as
+        ``/dev/shm``."""
         self._path = path
         self._made = False
 
     def memory(self, num_bytes: int) -> memoryview:
-        """Create the shared buffer, and return its ``num_bytes`` bytes. Raises
-        :class:`~headrace.base.errors.WeightsError` if there is no room or the buffer is that of another learner."""
+        """Create the shared file, and return its first ``num_bytes`` bytes, which are the slots. Raises
+        :class:`~headrace.base.errors.WeightsError` if there is too little memory, or another learner uses the file."""
         what = f"{NUM_SLOTS} copies of the weights need {num_bytes} bytes of shared memory"
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -51,7 +54,8 @@ class ShmOutbox:
             os.close(descriptor)
 
     def send(self, request: SendRequest) -> Sent:
-        """Write an update's payload to shared memory; a whole version is there already."""
+        """Make the payload of ``request`` available: a whole version is in shared memory already, and a difference is
+        written there. Return the path of the file."""
         if not request.whole:
             try:
                 self._write(request)
@@ -61,11 +65,12 @@ class ShmOutbox:
         return Sent(path=str(self._path))
 
     def close(self) -> None:
+        """Remove the shared file, if this learner has created it. Engines that have mapped it keep its memory."""
         if self._made:
             self._path.unlink(missing_ok=True)
 
     def _write(self, request: SendRequest) -> None:
-        """Write a difference into the shared file, behind the slots."""
+        """Write a difference into the shared file, after the slots."""
         descriptor = os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             start_of_payload = _payload_start(request.manifest.total_bytes)
@@ -78,18 +83,20 @@ class ShmOutbox:
 
 
 class ShmInbox:
-    """The engine's side, which maps the file that an update names."""
+    """The engine's side of the transport, which maps the file that an update names into its memory."""
 
     address = ""
     lasting = True
 
     def __init__(self) -> None:
+        """Begin without a mapped file."""
         self._file: memoryview | None = None
         self._slots: list[memoryview] = []
         self._mapped_file: tuple[str, int, int] | None = None
 
     def view(self, update: WeightUpdate) -> memoryview:
-        """Return the bytes of an update in shared memory, without a copy."""
+        """Return the payload of ``update`` in shared memory, without a copy. Raises
+        :class:`~headrace.base.errors.WeightsError` if the file cannot be opened or has another size."""
         image_bytes = update.manifest.total_bytes
         file = self._mapped(update.path, image_bytes)
         if update.base is None:
@@ -98,16 +105,20 @@ class ShmInbox:
         return file[start : start + update.num_bytes]
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Raise ``AssertionError``: :meth:`view` always returns the payload, so that nothing has to be fetched."""
         raise AssertionError("shared memory is read where it lies")
 
     def skip(self, update: WeightUpdate) -> None:
         """Do nothing: no bytes were moved."""
 
     def close(self) -> None:
+        """Release the mapped file; its memory is freed when no view of it is left."""
         self._file, self._slots = None, []
 
     def _mapped(self, path: str, image_bytes: int) -> memoryview:
-        """Return the shared buffer at ``path``, mapped once. Raises an error if it is missing or has another size."""
+        """Return the shared file ``path``, mapped into memory; it is mapped again only if it is another file.
+        ``image_bytes`` is the size of one image. Raises :class:`~headrace.base.errors.WeightsError` if it cannot be
+        opened, or has another size than images of this size need."""
         num_bytes = _file_bytes(image_bytes)
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -134,17 +145,18 @@ class ShmInbox:
 
 
 def _payload_start(image_bytes: int) -> int:
-    """Return the offset of the payload that is not a slot."""
+    """Return the offset in the shared file, in bytes, of a payload that is a difference: after the slots."""
     return image_bytes * NUM_SLOTS
 
 
 def _file_bytes(image_bytes: int) -> int:
-    """Return the size of the file; a difference is shorter than an image."""
+    """Return the size of the shared file in bytes: the slots, and room for a difference, which is shorter than an
+    image."""
     return max(_payload_start(image_bytes) + image_bytes, 1)
 
 
 def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
-    """Return the error for shared memory that is too small."""
+    """Return the error for shared memory that is too small. ``what`` says what needs how many bytes."""
     return WeightsError(
         f"{what} at {path.parent}: {error}",
         remedy=f"free that much there (df -h {path.parent}), or enlarge it: mount -o remount,size=... /dev/shm",

@@ -13,7 +13,8 @@ from headrace.sync.receiver import Receiver
 
 
 def make_publisher(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Publisher:
-    """Open the learner's side. ``token`` is the run's token, for transports that other machines can reach.
+    """Return the learner's side of the weight sync for ``tensors``, the weights by name, with the transport and codec
+    of ``route``. ``token`` is the run's token, for transports that other machines can reach.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the transport cannot be used here, and
     :class:`~headrace.base.errors.WeightsError` if there is too little memory.
@@ -22,6 +23,7 @@ def make_publisher(route: Route, tensors: Mapping[str, Tensor], token: str = "")
 
 
 def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Receiver:
-    """Open the engine's side. Raises the same errors as :func:`make_publisher`."""
+    """Return the engine's side of the weight sync for ``tensors``, the model's parameters and buffers by name. The
+    other arguments and the errors are those of :func:`make_publisher`."""
     transport = TRANSPORTS.load(route.transport)
     return Receiver(tensors, codec_of(route.codec), lambda limit_bytes: transport.open_inbox(route, token, limit_bytes))

@@ -1,4 +1,8 @@
-"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement.
+"""The checks behind the clauses of :mod:`headrace.testing.engine_contract`. Each checks one requirement and raises
+``AssertionError``, or the engine's own error, if the engine does not meet it.
+
+``rig`` is the engine under test (``rig.core``) with a learner that publishes weights to it; ``rig.reference`` returns
+the logprobs that transformers computes for an answer under the weights of a version.
 
 Shape legend: T tokens, R tokens whose experts are recorded, L layers with experts, K experts of a token, or likeliest
 entries; V vocabulary.
@@ -30,7 +34,8 @@ _EXACT = frozenset({Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME, Interr
 
 
 def first_weights(rig: Rig) -> None:
-    """Check that nothing is sampled before version 0 is committed."""
+    """Check that a request before the first weights is refused; then publish version 0 and check that it is in use.
+    This must be the first check on a rig."""
     rig.refuses("before the first", max_new_tokens=4)
     rig.publish(min(rig.can.interrupts & {Interrupt.INFLIGHT, Interrupt.DRAIN}, key=str))
     assert rig.core.stats().version == 0
@@ -48,7 +53,8 @@ def logprobs(rig: Rig) -> None:
 
 
 def truncated(rig: Rig) -> None:
-    """Check that truncated sampling renormalises the probabilities of the remaining tokens."""
+    """Check for top-k, top-p and min-p that the logprobs of sampled tokens are renormalised over the tokens that the
+    truncation leaves, so that they are higher than in the whole vocabulary."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=16, **limits))
         whole = rig.reference(rig.version, output)
@@ -57,12 +63,12 @@ def truncated(rig: Rig) -> None:
 
 
 def no_truncation(rig: Rig) -> None:
-    """Check that an engine without truncated sampling refuses it."""
+    """Check that an engine without truncated sampling refuses a request with top-k, by name."""
     rig.refuses("top_k", top_k=3)
 
 
 def greedy(rig: Rig) -> None:
-    """Check that temperature 0 takes the likeliest token, with log-probability 0."""
+    """Check that at temperature 0 each token is the likeliest one by transformers' logits, and has the logprob 0."""
     (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     assert output.logprobs == [0.0] * len(output.ids), "what was certain has another logprob than 0"
     rig.model.load_state_dict(rig.weights[rig.version])
@@ -72,7 +78,7 @@ def greedy(rig: Rig) -> None:
 
 
 def stops(rig: Rig) -> None:
-    """Check that a stop id ends an answer and is its last token."""
+    """Check that an answer ends when a token among its stop ids is sampled, and that this is its last token."""
     (free,) = rig.finish(rig.add([3, 4, 5], temperature=0.0))
     last = free.ids[3]
     (output,) = rig.finish(rig.add([3, 4, 5], temperature=0.0, stop_ids=(last,)))
@@ -88,7 +94,8 @@ def streams(rig: Rig) -> None:
 
 
 def bad_requests(rig: Rig) -> None:
-    """Check that each bad request is refused with an error that names the problem."""
+    """Check that each bad request is refused with an error that names the problem, and that a request which is running
+    meanwhile is not affected."""
     running = rig.add([3, 4], max_new_tokens=30)
     rig.refuses("max_new_tokens=0", max_new_tokens=0)
     rig.refuses("top_p=0", top_p=0.0)
@@ -116,8 +123,8 @@ def deadline(rig: Rig) -> None:
     """Check that a request ends at its deadline with the tokens sampled so far."""
     request = rig.request([3, 4], max_new_tokens=400)
     late = GenerateRequest(
-        request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, deadline_s=0.15
-    )  # fmt: skip
+        request_id=request.request_id, prompt_ids_T=request.prompt_ids_T, sampling=request.sampling, deadline_s=0.01
+    )  # fmt: skip  # no engine samples 400 tokens one after the other in that time
     rig.core.add(late)
     (output,) = rig.finish(rig.collect(late))
     assert output.reason is StopReason.DEADLINE
@@ -142,7 +149,8 @@ def continues(rig: Rig) -> None:
 
 
 def paused(rig: Rig) -> None:
-    """Check that no tokens come during a pause, and all of them afterwards."""
+    """Check that after a pause of the engine the answer that was running and a request that came meanwhile both get all
+    of their tokens, and that the latter has none before the engine resumes."""
     number = rig.add([3, 4], max_new_tokens=LONG)
     rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause()
@@ -154,7 +162,8 @@ def paused(rig: Rig) -> None:
 
 
 def counts(rig: Rig) -> None:
-    """Check the statistics of tokens and time, and that no request is left running."""
+    """Check the engine's counters: an answer adds its tokens, its prompt tokens and busy time, and after it no request
+    is counted as running or waiting."""
     before = rig.core.stats()
     rig.finish(rig.add([3, 4, 5], max_new_tokens=10))
     after = rig.core.stats()
@@ -168,8 +177,8 @@ def counts(rig: Rig) -> None:
 
 
 def interrupted(rig: Rig, mode: Interrupt) -> None:
-    """Check a commit that interrupts running sequences: the logprob of every token is that of the version it
-    records."""
+    """Check a commit with the interrupt mode ``mode`` while three sequences run: the report counts them, versions never
+    fall within an answer, and the logprob of every token is that of the version that it records."""
     old = rig.version
     rig.stage()
     numbers = [rig.add([3 + at, 4, 5], max_new_tokens=LONGER) for at in range(3)]
@@ -193,7 +202,9 @@ def interrupted(rig: Rig, mode: Interrupt) -> None:
 
 
 def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) -> None:
-    """Check that each token has the logprob that the weights of its version give it."""
+    """Check the versions that the tokens of ``output`` record, as ``mode`` allows them, and that tokens have the
+    logprobs that the weights of their version give. The answer began under the version ``old``; the newest is
+    ``rig.version``. Modes that keep an old cache are not compared under the new weights."""
     versions = np.array(output.versions)
     if mode is Interrupt.ABORT_RETRY:
         assert set(output.versions) == {rig.version}
@@ -208,8 +219,8 @@ def _check_versions(rig: Rig, output: RequestOutput, old: int, mode: Interrupt) 
 
 
 def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
-    """Check that an unsupported interrupt mode is refused by name, and that the staged version can still be committed
-    with another."""
+    """Check that a commit with ``mode``, an interrupt mode that the engine does not support, is refused by name, and
+    that the staged version can still be committed with another mode."""
     rig.stage()
     refuse(lambda: rig.core.commit(rig.version, mode), mode.value)
     rig.core.commit(rig.version, Interrupt.ABORT_RESUME)
@@ -217,7 +228,8 @@ def refused_interrupt(rig: Rig, mode: Interrupt) -> None:
 
 
 def prefix_cache(rig: Rig) -> None:
-    """Check that a prompt cached under old weights is computed again."""
+    """Check that a long prompt whose KV cache old weights computed is computed again after a commit, so that logprobs
+    are those of the new weights."""
     prompt = [3 + at % 17 for at in range(300)]
     rig.finish(rig.add(prompt, max_new_tokens=4))
     rig.publish(Interrupt.DRAIN)
@@ -226,7 +238,8 @@ def prefix_cache(rig: Rig) -> None:
 
 
 def updates(rig: Rig) -> None:
-    """Check that invalid updates are refused and the weights in use stay."""
+    """Check that a version which is not newer cannot be staged, that one which is not staged cannot be committed, and
+    that the weights in use stay the same."""
     version = rig.version
     old = rig.publisher.announce(version, version % 2)
     try:
@@ -245,7 +258,8 @@ def updates(rig: Rig) -> None:
 
 
 def scores(rig: Rig) -> None:
-    """Check the scores of given tokens under the weights in use, computed by one prefill."""
+    """Check that the engine, given tokens, returns their logprobs under the weights in use, and the two likeliest
+    entries at each position in falling order."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20))
     ids_T = np.array(output.prompt + output.ids, np.int32)
     top = rig.core.top_scores(ScoreTokens(call=0, ids_T=ids_T, top_k=2))
@@ -255,7 +269,7 @@ def scores(rig: Rig) -> None:
 
 
 def warm_scores(rig: Rig) -> None:
-    """Check scores at another temperature."""
+    """Check that the engine, given tokens, returns their logprobs at another temperature than 1."""
     (output,) = rig.finish(rig.add([3, 4, 5]))
     ids_T = np.array(output.prompt + output.ids, np.int32)
     found = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
@@ -263,15 +277,16 @@ def warm_scores(rig: Rig) -> None:
 
 
 def no_warm_scores(rig: Rig) -> None:
-    """Check that an engine that cannot score at another temperature refuses it."""
+    """Check that an engine that computes the logprobs of given tokens at temperature 1 alone refuses another one, by
+    name."""
     refuse(
         lambda: rig.core.score(ScoreTokens(call=0, ids_T=np.array([3, 4], np.int32), temperature=2.0)), "temperature"
     )
 
 
 def forks(rig: Rig) -> None:
-    """Check forks after a prefix of an earlier answer; after a commit they are allowed only if the prefix is computed
-    again."""
+    """Check that a request can fork an earlier answer: continue it after its first tokens, with the right logprobs.
+    After a commit a fork must be refused, unless it asks for the prefix to be computed again."""
     number = rig.add([3, 4, 5], max_new_tokens=12)
     (parent,) = rig.finish(number)
     child = rig.add([], max_new_tokens=5, fork=ForkRequest(parent=number, at=4))
@@ -287,21 +302,23 @@ def forks(rig: Rig) -> None:
 
 
 def reuse(rig: Rig) -> None:
-    """Check that a fork may reuse the cache of older weights."""
+    """Check that a request can fork an earlier answer and ask to reuse its KV cache, even if older weights computed
+    it."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
     rig.finish(rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)))
 
 
 def no_reuse(rig: Rig) -> None:
-    """Check that an engine that cannot reuse the cache of older weights refuses it."""
+    """Check that an engine which cannot reuse the KV cache of older weights refuses a fork that asks for it."""
     number = rig.add([3, 4, 5])
     rig.finish(number)
     refuse(lambda: rig.add([], fork=ForkRequest(parent=number, at=4, stale=StaleFork.REUSE)), "shar")
 
 
 def kept(rig: Rig) -> None:
-    """Check the recorded kept-sets, and that the logprob of a token is normalised over its kept-set."""
+    """Check that the engine records a kept-set for each token (the vocabulary entries that truncated sampling left),
+    that these are the likeliest entries, and that the token's logprob is normalised over them."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_kept=True, **limits))
         spans = [span for chunk in output.chunks if chunk.tokens.kept is not None for span in chunk.tokens.kept.spans()]
@@ -315,14 +332,15 @@ def kept(rig: Rig) -> None:
 
 
 def entropies(rig: Rig) -> None:
-    """Check that an entropy is recorded for each token."""
+    """Check that the engine records for each token the entropy of the distribution that it was drawn from, above 0."""
     (output,) = rig.finish(rig.add([3, 4, 5], record_entropy=True))
     columns = [chunk.tokens.entropies_T for chunk in output.chunks]
     assert all(column is not None and (column > 0).all() for column in columns)
 
 
 def pinned(rig: Rig) -> None:
-    """Check that all tokens of a pinned request come from the weights with which it began, whatever is committed."""
+    """Check that all tokens of a pinned request come from the weights with which it began, although newer ones are
+    committed while it runs."""
     old = rig.version
     rig.stage()
     request = rig.request([3, 4], max_new_tokens=LONGER)
@@ -339,7 +357,7 @@ def pinned(rig: Rig) -> None:
 
 
 def no_pins(rig: Rig) -> None:
-    """Check that an engine without pinned requests refuses one."""
+    """Check that an engine without pinned requests, which keep the weights they began with, refuses one by name."""
     request = rig.request([3, 4])
     refuse(
         lambda: rig.core.add(
@@ -352,19 +370,20 @@ def no_pins(rig: Rig) -> None:
 
 
 def seeds(rig: Rig) -> None:
-    """Check that the same seed gives the same answer."""
+    """Check that two requests with the same prompt and seed get the same answer."""
     first, second = rig.finish(rig.add([3, 4, 5], seed=7), rig.add([3, 4, 5], seed=7))
     assert first.ids == second.ids
 
 
 def draws_differ(rig: Rig) -> None:
-    """Check that four answers to one prompt are not all the same."""
+    """Check that four answers to one prompt, with different seeds, are not all the same."""
     answers = rig.finish(*[rig.add([3, 4, 5], max_new_tokens=20) for _ in range(4)])
     assert len({tuple(output.ids) for output in answers}) > 1, "siblings are all the same"
 
 
 def frees_memory(rig: Rig) -> None:
-    """Check that sequences continue from their tokens after the engine has freed its memory."""
+    """Check that a running sequence continues with the right logprobs after a pause in which the engine freed its
+    memory, KV cache included."""
     number = rig.add([3, 4], max_new_tokens=LONG)
     rig.until(lambda: bool(rig.outputs[number].ids))
     rig.core.pause(release=True)
@@ -378,7 +397,8 @@ AGENT = "solver"
 
 
 def adapters(rig: Rig) -> None:
-    """Check the tokens of several versions of an adapter, with each interrupt mode that keeps running sequences."""
+    """Check an engine that gets adapters (LoRA) alone: commits of several versions while sequences run, and the
+    logprobs of sampled and of given tokens. This must be the first check on a rig."""
     first_weights(rig)
     for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
         interrupted(rig, mode)
@@ -388,8 +408,8 @@ def adapters(rig: Rig) -> None:
 
 
 def agents(rig: Rig) -> None:
-    """Check that each agent is computed with the adapter of its name, in one batch with the policy, and that an unknown
-    agent is refused."""
+    """Check that a request for an agent is computed with the adapter of that name, in one batch with a request for the
+    policy, and that a request for an unknown agent is refused."""
     numbers = {agent: rig.add([3, 4, 5], max_new_tokens=20, agent=agent) for agent in ("", AGENT)}
     for agent, number in numbers.items():
         (output,) = rig.finish(number)
@@ -400,15 +420,16 @@ def agents(rig: Rig) -> None:
 
 
 def mixtures(rig: Rig) -> None:
-    """Check the tokens of several versions of a mixture of experts."""
+    """Check an engine that serves a mixture of experts: commits of several versions while sequences run, with the right
+    logprobs. This must be the first check on a rig."""
     first_weights(rig)
     for mode in sorted(rig.can.interrupts & {Interrupt.INFLIGHT_RECOMPUTE, Interrupt.ABORT_RESUME}, key=str):
         interrupted(rig, mode)
 
 
 def experts(rig: Rig) -> None:
-    """Check the experts recorded for every prompt and answer token except the last, which never goes through the
-    model."""
+    """Check that the engine records the experts that each token of prompt and answer was routed to, as transformers
+    chooses them; not for the last token, which never goes through the model."""
     (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=20, record_routing=True))
     prompt = output.chunks[0].prompt_routing
     assert prompt is not None
@@ -422,7 +443,8 @@ def experts(rig: Rig) -> None:
 
 
 def _experts_of(rig: Rig, output: RequestOutput) -> Experts:
-    """Return the experts ``[T, L, K]`` that the model of transformers chooses for each token of prompt and answer."""
+    """Return the experts that transformers' own model, under the newest weights, chooses for each token of prompt and
+    answer of ``output``: their indices, ``[T, L, K]``."""
     routed = find_routing(rig.model)
     assert routed is not None
     recorder = RoutingRecorder(routed)

@@ -5,8 +5,9 @@
             for clause in suite.clauses:
                 run_clause(clause, rig)
 
-An engine without the capability for a clause must refuse such requests by name. The order of clauses matters only for
-the first clause of a suite, which needs an engine that has had no weights yet.
+A *rig* is an engine under test with a learner that publishes weights to it. Its *capabilities* (``can``) say which
+optional functions it has. An engine without the capability for a clause must refuse such requests by name. The order of
+clauses matters only for the first clause of a suite, which needs an engine that has had no weights yet.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from headrace.wings.servers.client.launching import ServeRequirements
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clause:
-    """One requirement of the contract, with its check."""
+    """One requirement of the contract of engines, with the function that checks it on a rig."""
 
     name: str
     """The requirement as a sentence."""
@@ -40,9 +41,11 @@ class Clause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """The clauses for engines of one kind of model."""
+    """The clauses for engines that serve one kind of model (whole weights, adapters, or a mixture of experts), and the
+    tiny model to check them with."""
 
     clauses: tuple[Clause, ...]
+    """The clauses, in the order in which they are checked."""
     extra: Mapping[str, object] = field(default_factory=dict)
     """Further settings of the model: see :class:`~headrace.models.tiny.TinySpec`."""
     kind: str = "qwen3"
@@ -53,8 +56,8 @@ class Suite:
     """Whether an engine supports such models; otherwise it is refused when a run is loaded."""
 
     def requirements(self, directory: Path, can: Capabilities) -> ServeRequirements:
-        """Make a model in ``directory`` and return the requirements for an engine with the capabilities ``can``. The
-        head size is 32, which vLLM's attention on CPUs needs."""
+        """Write a tiny random model into ``directory``, and return what an engine with the capabilities ``can`` must be
+        started with to serve it in a rig. The head size is 32, which vLLM's attention on CPUs needs."""
         spec = TinySpec(
             vocab="0123456789+= abcdefgh", hidden_size=128, init_std=0.15, kind=self.kind, extra=self.extra
         )  # fmt: skip
@@ -70,7 +73,8 @@ class Suite:
 
 
 def run_clause(clause: Clause, rig: Rig) -> str:
-    """Check ``clause`` and return ``yes``, ``refused`` or ``no``, depending on the capabilities. Raises
+    """Check ``clause`` on the engine of ``rig``. Return ``yes`` if the engine keeps it; ``refused`` if it lacks the
+    capability and refuses such requests; ``no`` if it lacks the capability and there is no request to refuse. Raises
     ``AssertionError`` if the engine breaks the clause."""
     if clause.has(rig.can):
         clause.check(rig)
@@ -82,7 +86,8 @@ def run_clause(clause: Clause, rig: Rig) -> str:
 
 
 def _of(mode: Interrupt) -> Clause:
-    """Return the clause about commits with this way to treat running sequences."""
+    """Return the clause about commits of new weights with the interrupt mode ``mode``, which says what becomes of
+    running sequences."""
     return Clause(
         name=f"commits with `{mode.value}`, and each token has its version",
         check=lambda rig: checks.interrupted(rig, mode),

@@ -2,6 +2,9 @@
 
 Without arguments it covers the embedded engine and the fakes of vLLM and SGLang. ``--vllm`` and ``--sglang`` name
 Python interpreters with the real ones, on CPUs. ``--write`` replaces the table in a page.
+
+A *clause* is one requirement of the contract of engines; a suite has the clauses for one kind of model. A *rig* is an
+engine under test with a learner that publishes weights to it.
 """
 
 from __future__ import annotations
@@ -28,8 +31,11 @@ from headrace.wings.servers.client.core import ServedEngine
 from headrace.wings.servers.client.launching import ServeRequirements
 
 MARK = "<!-- contract -->"
+"""The line before and after the table in a page."""
 BROKEN = "BROKEN"
+"""The result of a clause that the engine does not keep."""
 AT_LOAD = "refused at load"
+"""The result of a clause about models or settings that are refused for this engine when a run file is loaded."""
 _AT_LOAD: dict[str, Callable[[Capabilities], bool]] = {
     "the same bits whatever the batch (`model.deterministic`)": lambda can: can.deterministic,
     "computes in the caller's process (own loop, `headrace serve`)": lambda can: can.embedded,
@@ -39,7 +45,7 @@ _AT_LOAD: dict[str, Callable[[Capabilities], bool]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Column:
-    """One engine with the result of each clause."""
+    """A column of the table: one engine, real or fake, with the result of each clause."""
 
     title: str
     """Name of the engine, with its version, and whether it was the real one."""
@@ -51,7 +57,8 @@ class Column:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the program and return its exit code: 1 if an engine breaks the contract."""
+    """Run the program with its command-line ``arguments``: check the engines, print the table, and write it into a page
+    if ``--write`` names one. Return the exit code: 1 if an engine breaks the contract, else 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--vllm", default="")
     parser.add_argument("--sglang", default="")
@@ -68,7 +75,7 @@ def main(arguments: list[str]) -> int:
 
 
 def table(columns: list[Column]) -> str:
-    """Return the table in Markdown."""
+    """Return the report as a table in Markdown: a row for each clause, a column for each engine."""
     lines = ["| | " + " | ".join(column.title for column in columns) + " |", "|---" * (len(columns) + 1) + "|"]
     clauses = [clause for suite in SUITES.values() for clause in suite.clauses]
     for place, clause in enumerate(clauses):
@@ -80,7 +87,8 @@ def table(columns: list[Column]) -> str:
 
 
 def _columns(pythons: dict[str, str]) -> Iterator[Column]:
-    """Yield a column of the report for each engine that can be run here."""
+    """Yield a column of the report for each engine that can be run here: the embedded one, and for each kind in
+    ``pythons`` its fake, and the real one where the value is a Python interpreter that has it (empty: none)."""
     yield _column("native", "native", native_rig)
     for kind, python in pythons.items():
         if python:
@@ -93,6 +101,7 @@ def _columns(pythons: dict[str, str]) -> Iterator[Column]:
 
 
 def _on_cpu(kind: str) -> Capabilities:
+    """Return the capabilities that an engine of this kind has on a CPU."""
     return ENGINES.load(kind).capabilities.on(CPU)
 
 
@@ -101,16 +110,21 @@ Make = Callable[[ServeRequirements, Path], AbstractContextManager[Rig]]
 
 
 def _real(kind: str, python: str, required: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
+    """Return a rig with a real server of ``kind``, started with the interpreter ``python``, that meets ``required``;
+    ``scratch`` is a directory for its weights."""
     return served_rig(kind, ServerConfig(python=python, any_version=True, wait_s=900), required, scratch)
 
 
 def _interpreted(python: str, required: ServeRequirements, scratch: Path) -> AbstractContextManager[Rig]:
+    """Return a rig with a real vLLM whose GPU kernels run in Triton's interpreter on the CPU; the parameters are those
+    of :func:`_real`."""
     return _real("vllm", interpreted(python, scratch), required, scratch)
 
 
 @contextmanager
 def _faked(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """Open a rig over a fake server of this kind."""
+    """Open a rig with a fake server of ``kind``, in this process, that meets ``required``; ``scratch`` is a directory
+    for its weights."""
     with (
         fake_server(kind, required) as (url, _),
         served_rig(kind, ServerConfig(urls=(url,), any_version=True), required, scratch) as rig,
@@ -119,7 +133,9 @@ def _faked(kind: str, required: ServeRequirements, scratch: Path) -> Iterator[Ri
 
 
 def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) -> Column:
-    """Check one engine with all suites, and return its column."""
+    """Check one engine with all suites, and return its column of the report. ``make`` opens a rig with the engine,
+    ``how`` says in the title whether it is real or a fake, and ``can`` has its capabilities; ``None`` means those of
+    its kind."""
     can, title, found = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
         if not suite.has(can):
@@ -134,7 +150,8 @@ def _column(kind: str, how: str, make: Make, can: Capabilities | None = None) ->
 
 @contextmanager
 def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
-    """Open a rig for an engine, with a tiny model in a temporary directory."""
+    """Open a rig for the clauses of ``suite``: ``make`` opens it, with a tiny model of the suite's kind in a temporary
+    directory, for an engine with the capabilities ``can``."""
     with tempfile.TemporaryDirectory(prefix="headrace-contract-") as folder:
         scratch = Path(folder) / "scratch"
         scratch.mkdir()
@@ -143,7 +160,8 @@ def _made(suite: Suite, make: Make, can: Capabilities) -> Iterator[Rig]:
 
 
 def _kept(clause: Clause, rig: Rig) -> str:
-    """Return whether the engine keeps a clause, or why it is not checked; print what breaks it."""
+    """Check a clause, and return its result for the table: ``yes`` if the engine keeps it, ``refused`` or ``no`` if the
+    engine lacks the capability, or :data:`BROKEN`, after the reason is printed."""
     try:
         return run_clause(clause, rig)
     except (AssertionError, HeadraceError) as error:

@@ -1,4 +1,8 @@
-"""A test rig for an engine: the engine, a learner that publishes weights to it, and the collected answers."""
+"""A test rig for an engine: the engine, a learner that publishes weights to it, and the collected answers.
+
+A *request* asks the engine for one answer, which comes in chunks of tokens as the engine is stepped. *Staging* brings a
+version of the weights next to the engine, and a *commit* makes the engine use it. Shapes: T tokens, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -40,13 +44,16 @@ FLUSH = 8
 CLOSE = 1e-4
 """Greatest difference between the log-probabilities of two float32 passes over the same tokens."""
 PATIENCE_S = 120.0
+"""The longest time, in seconds, for which a rig waits for an engine."""
 MAX_CONTEXT = 512
+"""Greatest number of tokens of prompt and answer together."""
 SETTINGS = {"device": "cpu", "flush_tokens": FLUSH, "max_sequences": 8}
+"""The settings of an engine under test, in the section ``[engine]``."""
 
 
 @dataclass(slots=True, kw_only=True)
 class RequestOutput:
-    """The collected output of one request."""
+    """The output of one request to the engine under test, collected over all its chunks."""
 
     prompt: list[int]
     """Ids of the prompt."""
@@ -64,7 +71,8 @@ class RequestOutput:
     """Error of the request; empty if there is none."""
 
     def append(self, chunk: TokenChunk) -> None:
-        """Add one chunk."""
+        """Add the next chunk of the answer. A chunk that says that the sequence was lost and begun again first removes
+        the tokens that came before."""
         assert not self.ended, "a chunk came after the last"
         self.chunks.append(chunk)
         if chunk.lost:
@@ -76,21 +84,25 @@ class RequestOutput:
 
     @property
     def ended(self) -> bool:
-        """Return whether no more chunks will come."""
+        """Return whether the answer has ended, with a reason or with an error, so that no more chunks will come."""
         return self.reason is not None or bool(self.error)
 
 
 @dataclass(slots=True, kw_only=True)
 class Rig:
-    """An engine under test, and a learner whose weights it gets."""
+    """An engine under test, a learner whose weights it gets, and the collected answers. Checks add requests, publish
+    versions, and compare the answers with logprobs that transformers computes."""
 
     core: EngineCore
+    """The engine under test."""
     can: Capabilities
     """Capabilities that the engine must have. A server returns only the data for which it was started."""
     model: PreTrainedModel
     """The model of the learner, which tests can also call directly."""
     publisher: Publisher
+    """The learner's side of the weight sync, which sends versions to the engine."""
     version: int = -1
+    """The version that was staged last; −1 before the first."""
     weights: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Weights of every published version."""
     outputs: dict[int, RequestOutput] = field(default_factory=dict)
@@ -101,13 +113,17 @@ class Rig:
     def add(
         self, prompt: Sequence[int], *, fork: ForkRequest | None = None, agent: str = "", **sampling: object
     ) -> int:
-        """Add a request to the engine, and return its number."""
+        """Send the engine a request for an answer to the token ids ``prompt``, and return its number, under which
+        :attr:`outputs` collects the answer. ``fork`` continues an earlier answer, ``agent`` chooses an agent's adapter
+        (empty: the policy), and ``sampling`` has fields of the sampling parameters."""
         request = self.request(prompt, **sampling)
         self.core.add(msgspec.structs.replace(request, fork=fork, agent=agent))
         return self.collect(request)
 
     def request(self, prompt: Sequence[int], **sampling: object) -> GenerateRequest:
-        """Return a new request that is not added to the engine yet."""
+        """Return a new request for an answer to the token ids ``prompt``, without sending it to the engine.
+        ``sampling`` has fields of the sampling parameters; by default there are at most 12 new tokens, and every
+        request has another seed."""
         self.requests += 1
         wanted = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(
@@ -115,12 +131,13 @@ class Rig:
         )  # fmt: skip
 
     def collect(self, request: GenerateRequest) -> int:
-        """Collect the output of ``request`` from now on, and return its number."""
+        """Prepare to collect the output of ``request``, which was sent to the engine, and return its number."""
         self.outputs[request.request_id] = RequestOutput(prompt=request.prompt_ids_T.tolist())
         return request.request_id
 
     def until(self, reached: Callable[[], bool]) -> None:
-        """Step the engine until ``reached`` returns true."""
+        """Step the engine, and collect its chunks, until ``reached`` returns true. Raises ``AssertionError`` after
+        :data:`PATIENCE_S`."""
         clock = RealClock()
         limit_s = clock.now() + PATIENCE_S
         while not reached():
@@ -129,26 +146,29 @@ class Rig:
                 self.add_chunks(self.core.step())
 
     def add_chunks(self, chunks: Sequence[TokenChunk]) -> None:
-        """Add chunks that a call other than ``step`` returned."""
+        """Add chunks that the engine returned to the outputs of their requests."""
         for chunk in chunks:
             self.outputs[chunk.request_id].append(chunk)
 
     def finish(self, *numbers: int) -> list[RequestOutput]:
-        """Step until these requests have ended, check that none failed, and return their output."""
+        """Step the engine until the requests ``numbers`` have ended, check that none failed, and return their outputs,
+        in the order of ``numbers``."""
         self.until(lambda: all(self.outputs[number].ended for number in numbers))
         for number in numbers:
             assert not self.outputs[number].error, f"request {number} failed: {self.outputs[number].error}"
         return [self.outputs[number] for number in numbers]
 
     def publish(self, mode: Interrupt) -> SwapReport:
-        """Change the learner's weights a little, stage and commit them."""
+        """Change the learner's weights a little, stage them as the next version, commit it with the interrupt mode
+        ``mode`` (what becomes of running sequences), and return the engine's report of the commit."""
         self.stage()
         self.core.commit(self.version, mode)
         return self.swapped()
 
     @torch.no_grad()
     def stage(self) -> None:
-        """Change the learner's weights a little and stage them, without a commit."""
+        """Change the learner's weights a little, remember them, and stage them as the next version, without a commit.
+        The first version has the weights of the model as it was loaded; adapters get numbers other than 0."""
         self.version += 1
         for tensor in weight_tensors(self.model).values():
             if self.version:
@@ -161,10 +181,11 @@ class Rig:
         self.core.stage(self.publisher.announce(self.version, slot))
 
     def swapped(self) -> SwapReport:
-        """Return the report of the last commit."""
+        """Step the engine until the ordered commit is complete, and return the report of it."""
         reports: list[SwapReport] = []
 
         def reported() -> bool:
+            """Take the reports of completed commits, and return whether there is one."""
             reports.extend(self.core.take_swaps())
             return bool(reports)
 
@@ -173,8 +194,9 @@ class Rig:
 
     @torch.inference_mode()
     def logits(self, version: int, output: RequestOutput, agent: str = "") -> torch.Tensor:
-        """Return the logits from which each token of an answer is drawn under the weights of ``version``, ``[T, V]`` in
-        float64, computed by one pass of transformers itself."""
+        """Return the logits from which each token of the answer ``output`` is drawn under the weights of ``version``,
+        ``[T, V]`` in float64, computed by one pass of transformers itself. ``agent`` chooses an agent's adapter (empty:
+        the policy's)."""
         self.model.load_state_dict(self.weights[version])
         with active(self.model, agent or DEFAULT) if is_adapted(self.model) else nullcontext():
             logits_TV = self.model(input_ids=torch.tensor([output.prompt + output.ids]), use_cache=False).logits[0]
@@ -183,7 +205,8 @@ class Rig:
         return drawn_TV
 
     def reference(self, version: int, output: RequestOutput, temperature: float = 1.0, agent: str = "") -> FloatColumn:
-        """Return the reference logprobs of an answer, ``[T]``."""
+        """Return the logprobs that the tokens of the answer ``output`` must have under the weights of ``version`` and
+        at ``temperature``, ``[T]``, computed by transformers. ``agent`` is that of :meth:`logits`."""
         logprobs_TV = (self.logits(version, output, agent) / temperature).log_softmax(-1)
         column_T: FloatColumn = logprobs_TV.gather(1, torch.tensor(output.ids)[:, None])[:, 0].float().numpy()
         return column_T
@@ -195,7 +218,8 @@ class Rig:
 
 
 def refuse(act: Callable[[], object], words: str) -> None:
-    """Check that ``act`` raises an error of Headrace that contains ``words``."""
+    """Assert that ``act``, a call of the engine, raises an error of Headrace's own classes whose text contains
+    ``words``."""
     said = ""
     try:
         act()
@@ -206,7 +230,8 @@ def refuse(act: Callable[[], object], words: str) -> None:
 
 
 def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | FloatColumn) -> None:
-    """Check that two columns of logprobs agree."""
+    """Assert that two columns of logprobs, one number for each token, differ by less than :data:`CLOSE` everywhere, and
+    are not empty."""
     apart = np.abs(np.asarray(found) - np.asarray(expected))
     assert len(apart), "there is nothing to compare"
     assert apart.max() < CLOSE, f"logprobs are {apart.max():.2g} apart"
@@ -214,7 +239,8 @@ def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | Floa
 
 @contextmanager
 def native_rig(required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """Yield a rig with the embedded engine."""
+    """Yield a rig with Headrace's embedded engine on the CPU, which serves the model of ``required``. ``scratch`` is a
+    directory for the weights that the learner publishes."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     config = EngineConfig(**SETTINGS)
     receiver = make_receiver(Route(), weight_tensors(model))
@@ -225,7 +251,9 @@ def native_rig(required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
 
 @contextmanager
 def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """Yield a rig with an engine that is a server of ``kind``, started here or already running."""
+    """Yield a rig with an engine that is a server of ``kind`` (``vllm`` or ``sglang``), started here or already
+    running, as the settings ``server`` say. It serves the model of ``required``; ``scratch`` is a directory for
+    weights."""
     device = "cuda" if required.sleeps else "cpu"  # the servers' only: one that runs has decided for itself
     settings = {**SETTINGS, "kind": kind, "server": server.model_dump(), "device": device}
     config = EngineConfig.model_validate(settings)
@@ -241,7 +269,8 @@ def served_rig(kind: str, server: ServerConfig, required: ServeRequirements, scr
 
 @contextmanager
 def _learner(required: ServeRequirements, scratch: Path) -> Iterator[tuple[PreTrainedModel, Publisher]]:
-    """Open a model and a publisher of its weights."""
+    """Open the learner's side of a rig: the model of ``required`` by transformers, and a publisher that writes its
+    weights below ``scratch``."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     model.set_attn_implementation("sdpa")
     with closing(make_publisher(Route(address=str(scratch / "buffer")), weight_tensors(model))) as publisher:

@@ -1,4 +1,9 @@
-"""Fakes that take virtual time, fulfil the contracts, and remember the calls, with random lengths of their answers."""
+"""Fakes of engine, learner and scorer that take virtual time and fulfil the contracts, for tests of the controller.
+
+Virtual time (:class:`~headrace.base.clock.VirtualClock`) passes only while all tasks sleep, and then at once, so that a
+run of hours takes a moment. No model is computed: tokens, weights and rewards are simple functions of their inputs.
+Shape legend: T tokens, N tokens of a batch, K entries.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +34,19 @@ from headrace.rollout.environments import SingleTurn
 from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
 
 CHUNK_TOKENS = 16
+"""The largest number of tokens in one chunk of an answer."""
 _EMPTY = Manifest(entries=(), total_bytes=0)
+"""The manifest of weights without tensors."""
 
 
 class FakeEngine:
-    """A fake engine that emits tokens at a constant rate per sequence. The id of each token is the version that sampled
-    it, modulo 1,000.
-
-    ``length`` returns the length of a completion by its seed.
+    """A fake engine that emits tokens at a constant rate per sequence, however many run. The id of each token is the
+    policy version that sampled it, modulo 1,000, and its logprob is −1.
     """
 
     def __init__(self, *, token_s: float = 0.01, length: Callable[[int], int] = lambda _: 16) -> None:
+        """Create an engine without weights. A token takes ``token_s`` seconds of virtual time; ``length`` returns the
+        number of tokens of an answer from the seed of its request."""
         self._token_s = token_s
         self._length = length
         self._staged = -1
@@ -47,11 +54,14 @@ class FakeEngine:
         self._going.set()
         self._stats = EngineStats()
         self.commits: list[int] = []
+        """The versions that were committed, in order, for a test to read."""
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Yield an answer in chunks, each after the time that its tokens take on the virtual clock."""
+        """Yield an answer in chunks, each after the virtual time that its tokens take. Answer tokens that ``options``
+        has already count for its length and are not sent again. The answer ends with ``STOP``, or with ``LENGTH`` where
+        ``sampling.max_new_tokens`` cuts it off."""
         if self._stats.version < 0:
             raise RequestError("no weights are committed", remedy="publish before the first rollout")
         drawn_length = self._length(sampling.seed)
@@ -71,8 +81,8 @@ class FakeEngine:
             self._count(running=-1)
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Stage a version, which takes the time of one token. Raises :class:`~headrace.base.errors.WeightsError` for an
-        old version."""
+        """Stage a version, which takes the time of one token, and return that time in seconds. Raises
+        :class:`~headrace.base.errors.WeightsError` for a version that is not newer than the committed one."""
         if update.version <= self._stats.version:
             raise WeightsError(f"version {update.version} is old", remedy="publish versions in order")
         await asyncio.sleep(self._token_s)
@@ -80,21 +90,27 @@ class FakeEngine:
         return self._token_s
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        """Return the logprobs that the tokens carry, as if nothing had changed since they were sampled."""
         return tokens.logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        """Return the logprobs that the tokens carry, and for each of them ``num`` likeliest entries that are all token
+        0 with the logprob 0."""
         ids_TK = np.zeros((len(tokens), num), np.int32)
         return TopScores(logprobs_T=tokens.logprobs_T, ids_TK=ids_TK, logs_TK=ids_TK.astype(np.float32))
 
     async def pause(self, *, release: bool = False) -> None:
+        """Send no more chunks until :meth:`resume`, or until a commit with ``Interrupt.SLEEP``."""
         self._going.clear()
 
     async def resume(self) -> None:
+        """Send chunks again after :meth:`pause`."""
         self._going.set()
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit the staged version, and record that. Raises :class:`~headrace.base.errors.WeightsError` for another
-        version."""
+        """Commit the staged version, so that later chunks are of this version, and return a report: all running
+        sequences continue, and the gap is 0 s. Raises :class:`~headrace.base.errors.WeightsError` for a version that is
+        not staged."""
         if version != self._staged:
             raise WeightsError(f"version {version} is not staged", remedy="stage it first")
         await asyncio.sleep(0)
@@ -105,15 +121,17 @@ class FakeEngine:
         return SwapReport(version=version, gap_s=0.0, carried_over=self._stats.running, restarted=0, mode=mode)
 
     def stats(self) -> EngineStats:
+        """Return the counters since the start: tokens, busy time, running sequences and the committed version."""
         return self._stats
 
     def _count(self, **by: float) -> None:
+        """Add the numbers ``by`` to the counters of the same names, which :meth:`stats` returns."""
         changed: dict[str, Any] = {name: getattr(self._stats, name) + change for name, change in by.items()}
         self._stats = msgspec.structs.replace(self._stats, **changed)
 
 
 def _tokens(version: int, size: int) -> Tokens:
-    """Return ``size`` sampled tokens of a version."""
+    """Return ``size`` tokens as if sampled by policy version ``version``; their ids are the version modulo 1,000."""
     return Tokens(
         ids_T=np.full(size, version % 1000, np.int32),
         logprobs_T=np.full(size, -1.0, np.float32),
@@ -130,25 +148,31 @@ def _stop_reason(num_sent: int, total: int, drawn_length: int) -> StopReason | N
 
 
 class FakeLearner:
-    """A fake learner that takes a constant time per token. Its "weights" are a hash of all trained batches, in
-    order."""
+    """A fake learner that takes a constant virtual time per token. Its "weights" are a hash of all trained batches, in
+    order, so that two runs have equal weights only if they trained the same."""
 
     def __init__(self, *, token_s: float = 0.0001, snapshot_s: float = 0.001) -> None:
+        """Create a learner. Training takes ``token_s`` seconds for each token, and a copy of the weights
+        ``snapshot_s``."""
         self._token_s = token_s
         self._snapshot_s = snapshot_s
         self._turn = asyncio.Lock()  # calls are carried out one after the other
         self.weights = "0" * 32
+        """The present weights: a hash of 32 hexadecimal digits."""
         self._slots: dict[int, str] = {}
         self._busy_from_s: float | None = None
         self.batches: list[Batch] = []
+        """The batches that were trained, in order, for a test to read."""
 
     def num_signs(self) -> int:
-        """Return the number of signs of progress: one for each batch, and one for each second of training."""
+        """Return the number of signs of progress so far, by which the controller's watchdog sees that the learner
+        works: one for each trained batch, and one for each second in the present one."""
         begun_s = self._busy_from_s
         return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
 
     async def train(self, batch: Batch) -> StepReport:
-        """Train on a batch, which takes ``token_s`` seconds for each token on the virtual clock."""
+        """Train on a batch, which takes ``token_s`` seconds of virtual time for each token, and return a report without
+        metrics, in which the learner's logprobs are those of the engine."""
         seconds = batch.num_tokens * self._token_s
         async with self._turn:
             self._busy_from_s = VirtualClock().now()
@@ -165,7 +189,7 @@ class FakeLearner:
         )
 
     def _learn(self, batch: Batch) -> None:
-        """Record a batch, and let the weights become a hash of the old ones and the batch."""
+        """Record a batch, and replace the weights by a hash of the old ones and of the batch's columns."""
         self.batches.append(batch)
         digest = hashlib.blake2b(self.weights.encode(), digest_size=16)
         for column in (batch.ids_N, batch.logprobs_N, batch.versions_N, batch.advantages_N):
@@ -173,17 +197,20 @@ class FakeLearner:
         self.weights = digest.hexdigest()
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
+        """Return the engine's logprobs of the batch, ``[N]``, as if both computed the same."""
         return batch.logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Copy the weights to the buffer ``slot``, between two steps."""
+        """Copy the weights, as version ``version``, to the buffer ``slot``, between two steps, and return the
+        publication, which :meth:`published` takes."""
         async with self._turn:
             await asyncio.sleep(self._snapshot_s)
             self._slots[slot] = self.weights
         return Publication(version=version, slot=slot, exposed_s=self._snapshot_s)
 
     async def published(self, publication: Publication) -> WeightUpdate:
-        """Return the update of a snapshot, with the hash of its weights as checksum."""
+        """Return the update that an engine stages for a snapshot: it has no tensors, and a number from the hash of the
+        weights as its checksum."""
         await asyncio.sleep(self._snapshot_s)
         return WeightUpdate(
             version=publication.version,
@@ -194,19 +221,22 @@ class FakeLearner:
         )
 
     async def resend(self, publication: Publication) -> WeightUpdate:
+        """Return the same update once more, for an engine that could not use it."""
         return await self.published(publication)
 
     async def save(self, directory: Path) -> None:
+        """Write the weights, a hash, to a text file in ``directory``, between two steps."""
         async with self._turn:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
     def restore(self, directory: Path) -> None:
-        """Restore the weights of a snapshot."""
+        """Load the weights that :meth:`save` has written to ``directory``."""
         self.weights = (directory / "weights.txt").read_text(encoding="utf-8")
 
 
 class FakeScorer:
-    """A fake scorer that rewards each completion by a function of its text, after a delay."""
+    """A fake scorer that rewards each completion by a function of its text, after a constant virtual time.
+    ``by_group`` says whether all completions of a group are scored in one call."""
 
     def __init__(
         self,
@@ -215,11 +245,14 @@ class FakeScorer:
         reward: Callable[[str], float | None] = lambda text: float(len(text) % 2),
         by_group: bool = False,
     ) -> None:
+        """Create a scorer whose calls take ``seconds``. ``reward`` returns the reward of a completion; ``None`` leaves
+        the episode without one. By default the reward is 1 for a text of odd length, else 0."""
         self._seconds = seconds
         self._reward = reward
         self.by_group = by_group
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        """Return the reward of each completion, in order, after the scorer's delay."""
         await asyncio.sleep(self._seconds)
         return Scores(rewards=tuple(self._reward(text) for text in completions))
 
@@ -232,8 +265,9 @@ def fake_parts(
     scorer: FakeScorer | None = None,
     num_tasks: int = 32,
 ) -> Components:
-    """Return every component of a run as a fake, for :func:`headrace.base.clock.run_virtual`, inside which it must be
-    called."""
+    """Return the components of a run with fakes for engine, learner and scorer (those given, or new ones), ready for a
+    controller. There are ``num_tasks`` tasks with prompts of one token. Call it inside
+    :func:`headrace.base.clock.run_virtual`, which provides the virtual time."""
     tasks = [
         Task(row_index=index, row={"prompt": str(index)}, prompt=str(index), prompt_ids_T=np.array([index], np.int32))
         for index in range(num_tasks)
@@ -257,7 +291,8 @@ def fake_parts(
 
 
 def _centred(groups: Sequence[ScoredGroup]) -> list[float]:
-    """Return the reward of each counted episode minus the mean of its group."""
+    """Return the advantage of each counted episode of all groups, in order: its reward minus the mean reward of its
+    group. A missing reward counts as 0."""
     advantages: list[float] = []
     for group in groups:
         rewards = [episode.reward or 0.0 for episode in group.counted]
@@ -278,6 +313,7 @@ def lognormal_lengths(mean: float, cv: float, cap: int) -> Callable[[int], int]:
     mu = float(np.log(mean)) - sigma**2 / 2
 
     def length(seed: int) -> int:
+        """Return the length that ``seed`` determines, in tokens."""
         drawn = np.random.default_rng(seed).lognormal(mu, sigma)
         return int(np.clip(round(drawn), 1, cap))
 

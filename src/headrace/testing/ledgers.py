@@ -2,6 +2,8 @@
 
 ``open_ledger`` opens and returns the ledger under test; called again after ``close`` it returns the same ledger with
 all its contents. Groups have :data:`GROUP_SIZE` episodes, steps have one group. A check raises ``AssertionError``.
+A ledger records what became of every group, episode and token by *operations*; its counts *hold* if submitted =
+trained + dropped + in flight. A *part* is some tokens of a turn that is still being sampled.
 """
 
 from __future__ import annotations
@@ -28,19 +30,23 @@ from headrace.flow.ledger.base import (
 )
 
 GROUP_SIZE = 2
+"""Number of episodes in each group."""
 NUM_TOKENS = 4
 """Number of sampled tokens of each episode."""
 OpenLedger = Callable[[], Ledger]
+"""A function that opens the ledger under test, with the contents that it had when it was closed."""
 
 
 def sampled(count: int, version: int = 0) -> Tokens:
-    """Return ``count`` tokens that ``version`` sampled."""
+    """Return ``count`` tokens that the policy version ``version`` sampled, with the ids 0, 1, 2 ... and their negatives
+    as logprobs."""
     ids = np.arange(count, dtype=np.int32)
     return Tokens(ids_T=ids, logprobs_T=-ids.astype(np.float32), versions_T=np.full(count, version, np.int32))
 
 
 def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS) -> EpisodeGraph:
-    """Return an episode that has ended; it failed if there is a ``cause``."""
+    """Return episode ``place`` of ``group`` after its end: a prompt of two tokens and an answer of ``tokens`` tokens,
+    with ``place`` as the reward. With a ``cause`` it has failed and has no reward."""
     return EpisodeGraph(
         key=EpisodeKey(group, place),
         turns=[
@@ -54,22 +60,25 @@ def episode(group: int, place: int, *, cause: str = "", tokens: int = NUM_TOKENS
 
 
 def part(group: int, place: int, tokens: Tokens, *, turn: int = 0, lost: str = "") -> TokenChunk:
-    """Return a part of a running turn."""
+    """Return a part of a running turn: ``tokens`` that were sampled for turn number ``turn`` of episode ``place`` of
+    ``group``. A reason in ``lost`` says that the turn began again and its earlier parts are lost."""
     return TokenChunk(key=EpisodeKey(group, place), turn=turn, prompt="p", tokens=tokens, lost=lost)
 
 
 def stream(*parts: TokenChunk) -> Stream:
-    """Return the operation that records the parts together."""
+    """Return the operation that records ``parts``, tokens of running turns, together."""
     return Stream(parts=parts, at_s=2.0)
 
 
 def move(number: int, state: GroupState, **details: int | str) -> Move:
-    """Return the operation that moves one group."""
+    """Return the operation that moves group ``number`` to ``state`` of its lifecycle; ``details`` are further fields of
+    the operation, such as the step or a reason."""
     return Move(numbers=(number,), state=state, at_s=2.0, **details)  # type: ignore[arg-type]
 
 
 def running(number: int, *, version: int = 0) -> list[Operation]:
-    """Return the operations that make a group run."""
+    """Return the operations that submit, admit and start group ``number``; ``version`` is the policy version with which
+    it starts."""
     return [
         Submit(numbers=(number,), rows=(10 * number,), at_s=1.0),
         move(number, GroupState.ADMITTED, oldest_version=version),
@@ -78,14 +87,16 @@ def running(number: int, *, version: int = 0) -> list[Operation]:
 
 
 def ready(number: int) -> list[Operation]:
-    """Return the operations that make a group ready."""
+    """Return the operations that take group ``number`` from its submission to ready: all its episodes have ended and
+    are scored, and a step can train it."""
     ended = [EndEpisode(episode=episode(number, place), at_s=2.0) for place in range(GROUP_SIZE)]
     closed = [move(number, GroupState.SCORED), move(number, GroupState.READY, oldest_version=0)]
     return [*running(number), *ended, *closed]
 
 
 def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Operation]:
-    """Return the operations that train a group in the step of its number."""
+    """Return the operations that take group ``number`` from its submission to trained, in the step of the same number;
+    ``tokens`` is how many tokens carried loss."""
     step = EndStep(
         step=number, numbers=(number,), trained_tokens=tokens, dropped_tokens={}, ages={0: tokens}, at_s=3.0
     )  # fmt: skip
@@ -93,12 +104,14 @@ def trained(number: int, *, tokens: int = GROUP_SIZE * NUM_TOKENS) -> list[Opera
 
 
 def commit(version: int, number: int) -> CommitVersion:
-    """Return the operation that commits the version made by a group."""
+    """Return the operation that records the commit of ``version``, which the step that trained group ``number`` has
+    made."""
     return CommitVersion(version=version, numbers=(number,), checksum=f"hash {version}", at_s=4.0)
 
 
 def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
-    """Return the ledger after these operations, after checking that it balances after each."""
+    """Open the ledger, apply ``operations`` one by one, check after each that the counts hold, and return the ledger,
+    which the caller closes."""
     ledger = open_ledger()
     for operation in operations:
         ledger.apply(operation)
@@ -107,12 +120,14 @@ def _with(open_ledger: OpenLedger, *operations: Operation) -> Ledger:
 
 
 def _again(ledger: Ledger, open_ledger: OpenLedger) -> Ledger:
+    """Close the ledger, open it again as after a restart, and return it."""
     ledger.close()
     return open_ledger()
 
 
 def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None:
-    """Check that counts, notes, hashes, steps, and every token are kept."""
+    """Check that a ledger which is closed and opened again still has its counts, notes, hashes of weights, steps, and
+    every token."""
     note = Note(kind="start", detail="step 0", at_s=9.0)
     ledger = _again(_with(open_ledger, *trained(0), commit(1, 0), *ready(1), note), open_ledger)
     books = ledger.conservation()
@@ -130,7 +145,8 @@ def everything_is_there_when_it_is_opened_again(open_ledger: OpenLedger) -> None
 
 
 def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: OpenLedger) -> None:
-    """Check that a turn continues from its recorded parts, in their order, with their versions."""
+    """Check that a running group keeps, over a restart, its ended episodes and the parts of its running turns, in their
+    order and with their versions, so that these turns can be continued."""
     ended = EndEpisode(episode=episode(0, 0), at_s=2.0)
     first, second = stream(part(0, 1, sampled(3, version=4))), stream(part(0, 1, sampled(2, version=6)))
     ledger = _again(_with(open_ledger, *running(0), first, ended, second), open_ledger)
@@ -145,7 +161,8 @@ def what_ran_keeps_its_ended_episodes_and_the_parts_of_the_others(open_ledger: O
 
 
 def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
-    """Check that no token is counted twice, and that tokens missing in the episode count as discarded."""
+    """Check that the tokens of an ended episode replace the parts that were recorded before: no token is counted twice,
+    and tokens that the episode does not have count as discarded."""
     parts = stream(part(0, 0, sampled(3)), part(0, 1, sampled(7)))
     ends = [EndEpisode(episode=episode(0, place), at_s=2.0) for place in range(2)]
     ledger = _with(open_ledger, *running(0), parts, *ends)
@@ -156,7 +173,8 @@ def an_episode_takes_the_place_of_its_parts(open_ledger: OpenLedger) -> None:
 
 
 def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
-    """Check that the lost tokens are counted under their reason."""
+    """Check that where a turn began again from its prompt, its earlier parts are dropped and their tokens are counted
+    under the reason in ``lost``."""
     first, other = part(0, 0, sampled(5)), part(0, 0, sampled(2), turn=1)
     again = part(0, 0, sampled(1), lost="restarted")
     ledger = _with(open_ledger, *running(0), stream(first, other), stream(again))
@@ -167,7 +185,7 @@ def a_turn_that_began_again_has_lost_its_parts(open_ledger: OpenLedger) -> None:
 
 
 def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> None:
-    """Check that the tokens are counted under the reason of the group."""
+    """Check that the tokens of running turns in a dropped group are dropped, and counted under the group's reason."""
     parts = stream(part(0, 1, sampled(5)))
     ledger = _with(open_ledger, *running(0), parts, move(0, GroupState.DROPPED, reason="row_gone"))
     books = ledger.conservation()
@@ -178,7 +196,8 @@ def parts_of_a_dropped_group_are_dropped_with_it(open_ledger: OpenLedger) -> Non
 
 
 def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: OpenLedger) -> None:
-    """Check that the episodes return with their status."""
+    """Check that the tokens of an episode that is taken out of its group are dropped under its reason, and that the
+    episode is returned after a restart with its status and reason."""
     out = DropEpisodes(number=0, places=(1,), status=EpisodeStatus.LEFT_OUT, reason="too_long", at_s=2.0)
     before, after = ready(0)[:5], ready(0)[5:]
     ledger = _with(open_ledger, *before, out, *after)
@@ -189,7 +208,8 @@ def episodes_taken_out_of_their_group_are_dropped_for_their_reason(open_ledger: 
 
 
 def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
-    """Check that later steps get the same groups again, and that groups of the checkpoint stay trained."""
+    """Check that, where a run resumes from a checkpoint after step 1, later steps get the same groups again, and groups
+    that the checkpoint has learned stay trained."""
     ledger = _with(open_ledger, *trained(0), commit(1, 0), *trained(1), commit(2, 1), *running(2))
     for _ in range(2):  # a second crash before anything is done finds the same
         resumed = ledger.roll_back(1)
@@ -203,7 +223,8 @@ def steps_after_the_checkpoint_are_made_again(open_ledger: OpenLedger) -> None:
 
 
 def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> None:
-    """Check the ledger now and after it is opened again."""
+    """Check that an operation which the ledger refuses with an error changes nothing, neither in the open ledger nor
+    after it is opened again."""
     ledger = _with(open_ledger, *running(0))
     unsound = (
         Submit(numbers=(1, 0), rows=(1, 0), at_s=1.0),
@@ -224,7 +245,8 @@ def an_operation_that_is_refused_leaves_no_trace(open_ledger: OpenLedger) -> Non
 
 
 def a_failed_episode_is_dropped_by_the_reason_of_its_cause(open_ledger: OpenLedger) -> None:
-    """Check that the rest of the group continues."""
+    """Check that a failed episode is dropped under the first word of its cause (up to the colon), and that the rest of
+    its group stays in flight."""
     ended = [EndEpisode(episode=episode(0, 0, cause="reward_error: line 3"), at_s=2.0)]
     ledger = _with(open_ledger, *running(0), *ended, EndEpisode(episode=episode(0, 1), at_s=2.0))
     books = ledger.conservation()
@@ -244,4 +266,4 @@ LEDGER_CHECKS: tuple[Callable[[OpenLedger], None], ...] = (
     an_operation_that_is_refused_leaves_no_trace,
     a_failed_episode_is_dropped_by_the_reason_of_its_cause,
 )
-"""All checks."""
+"""All checks of the contract."""

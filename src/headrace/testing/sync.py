@@ -1,12 +1,14 @@
-"""The contract of every transport with every codec, as checks that a test calls, for ours and for those of a third
-party.
+"""The contract of every transport with every codec, as checks that a test calls: for those of Headrace, and for those
+of other packages.
 
     @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
     def test_contract(check, tmp_path):
         with line(Route(transport="mine", codec="delta", address=str(tmp_path)), seed=1) as pair:
             check(pair)
 
-Between the two sides is a :class:`FaultyInbox` that can flip bits of a payload.
+The learner publishes its weights as a new version; the engine's side stages it (fetches and verifies it) and commits
+it (uses it). The codec encodes the tensors, whole or as the difference from the last version. An inbox receives the
+encoded bytes, the payload; here it is a :class:`FaultyInbox`, which can flip bits of them.
 """
 
 from __future__ import annotations
@@ -31,28 +33,34 @@ from headrace.sync.receiver import Receiver
 from headrace.sync.transports import make_publisher
 
 TOKEN = "a token of this run"
+"""The run's token, a secret that both sides get, for transports that other machines can reach."""
 Weights = dict[str, Tensor]
+"""The tensors of one side, by name."""
 
 
 class FaultyInbox:
-    """An inbox whose payloads can arrive with one flipped bit."""
+    """An inbox for tests that passes on what another inbox receives, with one flipped bit where a test asks for it."""
 
     def __init__(self, inbox: Inbox, rng: np.random.Generator) -> None:
+        """Pass on what ``inbox`` receives. ``rng`` draws which bit is flipped."""
         self._inbox, self._rng = inbox, rng
         self.flip_next = False
+        """Whether one bit of the next payload is flipped; a flip resets it."""
 
     @property
     def address(self) -> str:
-        """The address of the inbox behind this one."""
+        """The address of the inbox behind this one, to which the learner sends."""
         return self._inbox.address
 
     @property
     def lasting(self) -> bool:
-        """Whether the payloads of the inbox behind this one last."""
+        """Whether the inbox behind this one shows every version of a slot (buffer) in the same memory, so that views
+        into it can be kept."""
         return self._inbox.lasting
 
     def view(self, update: WeightUpdate) -> memoryview | None:
-        """Return the payload, or a copy of it with one flipped bit, so that other readers are not affected."""
+        """Return the payload of ``update`` in the memory where it already is, or a copy of it with one flipped bit, so
+        that other readers are not affected; ``None`` if it has to be fetched."""
         payload = self._inbox.view(update)
         if payload is None or not self.flip_next:
             return payload
@@ -62,13 +70,13 @@ class FaultyInbox:
         return copied
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
-        """Fetch the payload, then flip one bit."""
+        """Copy the payload of ``update`` into ``into``, and flip one bit there if a test has asked for it."""
         self._inbox.fetch(update, into)
         if self.flip_next:
             self._flip(update, into)
 
     def skip(self, update: WeightUpdate) -> None:
-        """Skip the update."""
+        """Release whatever was received of ``update``, which the receiver has refused and will not fetch."""
         self._inbox.skip(update)
 
     def close(self) -> None:
@@ -76,7 +84,8 @@ class FaultyInbox:
         self._inbox.close()
 
     def _flip(self, update: WeightUpdate, payload: memoryview) -> None:
-        """Change one random bit of a payload, which the receiver has to notice."""
+        """Change one random bit of the payload of ``update`` in place, which the receiver has to notice, and reset
+        :attr:`flip_next`."""
         self.flip_next = False
         place = int(self._rng.integers(len(payload)))
         if update.base is None:  # not in the padding between tensors, where it has no effect
@@ -87,27 +96,36 @@ class FaultyInbox:
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """The learner's and the engine's side of a transport, with some weights."""
+    """The learner's and the engine's side of a transport with small weights, on which the checks act."""
 
     route: Route
+    """The transport and the codec under test, and where payloads go."""
     rng: np.random.Generator
+    """The source of all random draws of the checks."""
     learner: Weights
+    """The weights of the learner."""
     engine: Weights
+    """The weights in use by the engine, which commits change in place."""
     publisher: Publisher
+    """The learner's side of the transport."""
     receiver: Receiver
+    """The engine's side of the transport."""
     inbox: FaultyInbox
+    """The inbox of the receiver."""
     version: int = -1
+    """The version that was published last; −1 before the first."""
     slot: int = 1
+    """The publisher's buffer, 0 or 1, that holds this version."""
 
     @property
     def codec(self) -> Codec:
-        """The codec of both sides."""
+        """The codec of both sides, which encodes and decodes the weights."""
         return codec_of(self.route.codec)
 
     @torch.no_grad()
     def learn(self) -> Weights:
-        """Change some of the learner's weights a little, in place, and return the weights that the engine must have
-        afterwards."""
+        """Change some of the learner's weights a little, in place, as a training step does, and return the weights that
+        the engine must have after the next transfer."""
         for tensor in self.learner.values():
             flat = tensor.view(-1)
             places = torch.from_numpy(self.rng.permutation(flat.numel())[: 1 + flat.numel() // 8])
@@ -115,17 +133,19 @@ class Pair:
         return self.expected()
 
     def expected(self) -> Weights:
-        """Return the learner's weights as the codec transmits them."""
+        """Return the learner's weights as the engine gets them: encoded and decoded again by the codec, which may
+        round."""
         return {name: through(self.codec, name, tensor) for name, tensor in self.learner.items()}
 
     def publish(self) -> WeightUpdate:
-        """Publish the next version, in the other slot."""
+        """Publish the learner's weights as the next version, in the other of the two buffers, and return the update
+        that the receiver stages."""
         self.version, self.slot = self.version + 1, 1 - self.slot
         self.publisher.copy(self.slot)
         return self.publisher.announce(self.version, self.slot, [self.receiver.address])
 
     def resend(self) -> WeightUpdate:
-        """Publish the same version again, as whole tensors."""
+        """Send the same version again, as whole tensors instead of differences, and return the update to stage."""
         return self.publisher.resend(self.version, self.slot, [self.receiver.address])
 
     def stage(self, update: WeightUpdate) -> bool:
@@ -139,19 +159,20 @@ class Pair:
         return False
 
     def transfer(self) -> None:
-        """Publish, stage and commit one version."""
+        """Publish the learner's weights as the next version, and stage and commit it on the engine's side."""
         self.stage(self.publish())
         self.receiver.commit(self.version)
 
     def restart_engine(self) -> None:
-        """Restart the engine, which loses its weights and its state."""
+        """Replace the engine's side by a new one, as after a restart: its weights are 0, and it has no version."""
         self.receiver.close()
         self.engine = {name: torch.zeros_like(tensor) for name, tensor in self.engine.items()}
         self.receiver, self.inbox = receiver_with_faults(self.route, self.engine, self.rng)
 
 
 def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
-    """Return ``tensor`` as ``codec`` transmits it."""
+    """Return the tensor that arrives if ``codec`` transmits ``tensor``, called ``name``, as a whole: encoded and then
+    decoded. A lossy codec rounds it."""
     parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
     codec.form.write(parts, tensor)
     out = torch.empty_like(tensor)
@@ -162,10 +183,12 @@ def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
 def receiver_with_faults(
     route: Route, engine: Mapping[str, Tensor], rng: np.random.Generator
 ) -> tuple[Receiver, FaultyInbox]:
-    """Return the engine's side of ``route``, and the inbox that can flip bits."""
+    """Return a new receiver for ``route``, which changes the weights ``engine`` in place, and its inbox, which can flip
+    bits drawn from ``rng``."""
     made: list[FaultyInbox] = []
 
     def open_inbox(limit_bytes: int) -> Inbox:
+        """Return the transport's inbox for payloads of at most ``limit_bytes``, wrapped so that it can flip bits."""
         made.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
         return made[0]
 
@@ -174,7 +197,8 @@ def receiver_with_faults(
 
 @contextmanager
 def line(route: Route, seed: int) -> Iterator[Pair]:
-    """Yield both sides of ``route`` with small weights of an adapter, and close them afterwards."""
+    """Yield both sides of the transport that ``route`` describes, with small random weights of an adapter, and close
+    them at the end of the context. ``seed`` determines the weights and all random draws."""
     rng = np.random.default_rng(seed)
     learner, engine = _weights(rng), _weights(rng)
     publisher = make_publisher(route, learner, TOKEN)
@@ -190,14 +214,14 @@ def line(route: Route, seed: int) -> Iterator[Pair]:
 
 
 def equal(left: Weights, right: Weights) -> bool:
-    """Return whether the weights are equal bit for bit, including dtypes."""
+    """Return whether two sets of weights have the same names, dtypes and values, bit for bit."""
     return all(
         left[name].dtype == right[name].dtype and torch.equal(left[name], right[name]) for name in left.keys() | right
     )
 
 
 def brings_what_the_codec_promises(pair: Pair) -> None:
-    """Check that the engine gets the transmitted weights, version after version."""
+    """Check over four versions that after a commit the engine has exactly the weights that the codec transmits."""
     for _ in range(4):
         expected = pair.learn()
         pair.transfer()
@@ -206,7 +230,7 @@ def brings_what_the_codec_promises(pair: Pair) -> None:
 
 
 def shows_nothing_before_the_commit(pair: Pair) -> None:
-    """Check that neither staging nor the learner's next copy changes the weights in use."""
+    """Check that staging a new version does not change the weights that the engine uses, and that the commit does."""
     pair.transfer()
     before = {name: tensor.clone() for name, tensor in pair.engine.items()}
     expected = pair.learn()
@@ -218,7 +242,8 @@ def shows_nothing_before_the_commit(pair: Pair) -> None:
 
 
 def refuses_versions_that_are_not_newer(pair: Pair) -> None:
-    """Check that older versions are refused and newer ones still work."""
+    """Check that a version which is not newer than the committed one is refused, and that the next newer one is
+    accepted afterwards."""
     pair.transfer()
     pair.version -= 1
     _refused(pair, pair.publish(), f"version {pair.version} is not newer than the committed version {pair.version}")
@@ -230,7 +255,7 @@ def refuses_versions_that_are_not_newer(pair: Pair) -> None:
 
 
 def commits_only_what_is_staged(pair: Pair) -> None:
-    """Check that versions that were never staged, and one in use, cannot be committed again."""
+    """Check that a version which is not staged cannot be committed, nor one that is in use already."""
     _refused_commit(pair, 0, "nothing is staged")
     pair.stage(pair.publish())
     _refused_commit(pair, 1, "commit of version 1, but version 0 is staged")
@@ -239,7 +264,8 @@ def commits_only_what_is_staged(pair: Pair) -> None:
 
 
 def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
-    """Check the repair in the first version, and in one that may be a difference."""
+    """Check that a damaged version is refused and changes nothing, and that the same version sent again as whole
+    tensors can be committed: for the first version, and for one that may be a difference."""
     for _ in range(2):
         before = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
@@ -254,8 +280,8 @@ def refuses_a_flipped_bit_and_is_repaired_by_the_whole(pair: Pair) -> None:
 
 
 def takes_no_difference_after_a_failure(pair: Pair) -> None:
-    """Check that the version after a damaged one is accepted only as whole tensors, and the one after that as a
-    difference."""
+    """Check that the version after a damaged one is accepted only as whole tensors, because the engine lacks the
+    version from which it differs, and the one after that as a difference again."""
     pair.transfer()
     pair.learn()
     update, pair.inbox.flip_next = pair.publish(), True
@@ -268,7 +294,8 @@ def takes_no_difference_after_a_failure(pair: Pair) -> None:
 
 
 def lists_every_difference_of_the_model(pair: Pair) -> None:
-    """Check that differences in names, shapes and dtypes are reported before any data moves."""
+    """Check that an update whose tensors differ from the engine's in names, shapes or dtypes is refused with a list of
+    all differences, before any data is sent."""
     other = {name: tensor.clone() for name, tensor in pair.learner.items()}
     other["lora_B.more"] = torch.zeros(1)
     other["lora_A.shift"] = other["lora_A.shift"].int()
@@ -282,7 +309,8 @@ def lists_every_difference_of_the_model(pair: Pair) -> None:
 
 
 def survives_a_restart_of_the_engine(pair: Pair) -> None:
-    """Check a restart between two versions, and between staging and commit."""
+    """Check that an engine gets the next version after a restart between two versions, and between staging and
+    commit."""
     for staged in (False, True):
         pair.transfer()
         pair.learn()
@@ -295,24 +323,25 @@ def survives_a_restart_of_the_engine(pair: Pair) -> None:
 
 
 def never_uses_a_version_that_is_half_or_mixed(pair: Pair) -> None:
-    """Check that after every attempt, with flipped bits and restarts, the engine has exactly the last committed
-    version."""
-    held, repaired = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
+    """Check over 20 versions, with random flipped bits and restarts of the engine, that staging changes no weights in
+    use and that each commit gives the engine exactly the committed version."""
+    in_use, num_flipped = {name: tensor.clone() for name, tensor in pair.engine.items()}, 0
     for _ in range(20):
-        luck = pair.rng.random()
-        if luck < 0.1:
+        draw = pair.rng.random()
+        if draw < 0.1:
             pair.restart_engine()
-            held = {name: tensor.clone() for name, tensor in pair.engine.items()}
+            in_use = {name: tensor.clone() for name, tensor in pair.engine.items()}
         expected = pair.learn()
-        update, pair.inbox.flip_next = pair.publish(), luck > 0.7
+        update, pair.inbox.flip_next = pair.publish(), draw > 0.7
         flipped = pair.inbox.flip_next
-        assert pair.stage(update) or not flipped
-        repaired += flipped
-        assert equal(pair.engine, held)
+        sent_again = pair.stage(update)
+        assert sent_again or not flipped
+        num_flipped += flipped
+        assert equal(pair.engine, in_use)
         pair.receiver.commit(pair.version)
         assert equal(pair.engine, expected)
-        held = expected
-    assert repaired
+        in_use = expected
+    assert num_flipped
 
 
 CHECKS: tuple[Callable[[Pair], None], ...] = (
@@ -330,9 +359,10 @@ CHECKS: tuple[Callable[[Pair], None], ...] = (
 
 
 def _weights(rng: np.random.Generator) -> Weights:
-    """Return random tensors of different shapes and dtypes."""
+    """Return random tensors of different shapes and dtypes, as an adapter has them, for one side of a transport."""
 
     def numbers(*shape: int) -> Tensor:
+        """Return a float32 tensor of this shape with normally distributed numbers."""
         return torch.from_numpy(rng.normal(size=shape)).float()
 
     return {
@@ -345,13 +375,15 @@ def _weights(rng: np.random.Generator) -> Weights:
 
 
 def _manifest(route: Route, weights: Weights) -> Manifest:
+    """Return the manifest (names, shapes, dtypes and places of all tensors) that a learner with ``weights`` announces
+    over ``route``."""
     publisher = make_publisher(route, weights, TOKEN)
     publisher.close()
     return publisher.manifest
 
 
 def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
-    """Check that the receiver refuses ``update``, with all of ``words`` in its reason."""
+    """Assert that the receiver refuses to stage ``update``, with all of ``words`` in the reason that it gives."""
     problem = None
     try:
         pair.receiver.stage(update)
@@ -363,7 +395,7 @@ def _refused(pair: Pair, update: WeightUpdate, *words: str) -> None:
 
 
 def _refused_commit(pair: Pair, version: int, words: str) -> None:
-    """Assert that the commit of ``version`` is refused with ``words`` in the problem."""
+    """Assert that the receiver refuses to commit ``version``, with ``words`` in the reason that it gives."""
     problem = None
     try:
         pair.receiver.commit(version)

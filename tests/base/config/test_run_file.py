@@ -61,7 +61,11 @@ def test_an_unknown_kind_is_refused_with_the_nearest_one(override: str) -> None:
         ("learner.betas=[0.9]", r"learner\.betas\[1\] is missing", "learner.betas"),
         ("run.steps=1.5", "run.steps=1.5: .*integer", "run.steps"),
         ("model.dtype=int8", "model.dtype='int8': .*'float32' or 'bfloat16'", "model.dtype"),
-        ("algo.loss.clip_high=1", "algo.loss does not say its kind", "set algo.loss.kind"),
+        (
+            "algo.loss.clip_high=1",
+            "algo.loss does not say its kind",
+            "set algo.loss.kind = 'dapo' too, which is the default, or",
+        ),
     ],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_name_value_and_reason(
@@ -142,6 +146,13 @@ def test_overrides_win_over_the_file_and_the_last_one_over_the_others(tmp_path: 
     path.write_text('[model]\npath = "m"\n[learner]\nlr = 1e-3\nwarmup_steps = 3\n')
     config = load_config(path, ["learner.lr=1e-4", "learner.lr=1e-5"])
     assert (config.learner.lr, config.learner.warmup_steps) == (1e-5, 3)
+
+
+def test_overrides_change_the_table_whose_kind_the_file_names_in_one_word(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text('[model]\npath = "m"\n[algo]\nloss = "grpo"\n')
+    loss = load_config(path, ["algo.loss.clip_high=0.5"]).algo.loss
+    assert (loss.kind, loss.model_dump()["clip_high"]) == ("grpo", 0.5)
 
 
 def test_paths_in_a_run_file_are_relative_to_it_and_others_to_the_working_directory(

@@ -12,7 +12,7 @@ import httpx
 import pytest
 import torch
 
-from headrace.base.config.tls import only, server_context
+from headrace.base.config.tls import client_context, server_context
 from headrace.base.errors import ConfigError, WeightsError
 from headrace.run.observe import RunFacts
 from headrace.run.observe.writers.prometheus import Prometheus
@@ -68,7 +68,7 @@ def test_a_handshake_that_never_ends_keeps_nobody_out(tmp_path: Path) -> None:
     inbox = HttpInbox(TOKEN, 1000, 1.0, tls=server_context(*map(str, pair)))
     place = inbox.address.removeprefix("https://").split(":")
     with socket.create_connection((place[0], int(place[1])), timeout=10) as silent:
-        client = httpx.Client(verify=only(str(pair[0])), timeout=10)
+        client = httpx.Client(verify=client_context(str(pair[0])), timeout=10)
         assert client.put(f"{inbox.address}/weights/x").status_code == 401
         assert silent.recv(1) == b""  # it was cut after the deadline
         client.close()
@@ -108,7 +108,7 @@ def test_metrics_are_read_over_tls(tmp_path: Path) -> None:
         RunFacts(run_dir=tmp_path, config={})
     )
     token = (tmp_path / "metrics.token").read_text()
-    with httpx.Client(base_url="https://127.0.0.1:19466", verify=only(str(crt))) as client:
+    with httpx.Client(base_url="https://127.0.0.1:19466", verify=client_context(str(crt))) as client:
         assert client.get("/metrics").status_code == 401
         assert client.get("/metrics", headers={"authorization": f"Bearer {token}"}).status_code == 200
     assert (tmp_path / "metrics.token").stat().st_mode & 0o077 == 0
@@ -132,4 +132,4 @@ def test_half_a_setting_and_files_that_do_not_fit_are_refused(tmp_path: Path) ->
         server_context(str(tmp_path / "nothing"), str(one[1]))
     (tmp_path / "text").write_text("no certificate")
     with pytest.raises(ConfigError, match="cannot be used"):
-        only(str(tmp_path / "text"))
+        client_context(str(tmp_path / "text"))

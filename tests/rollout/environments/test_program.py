@@ -16,7 +16,7 @@ import pytest
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.environments import program
 from headrace.rollout.environments.program import Program, refuse_missing_script
-from headrace.rollout.scoring.sandbox import apart, processes
+from headrace.rollout.scoring.sandbox import processes, user_namespace
 
 ROW = {"prompt": "2+2", "answer": 4}
 
@@ -90,7 +90,7 @@ REFUSED = "import os, sys; sys.stdout.write('[Errno 1] unshare: Operation not pe
 def test_a_machine_without_user_namespaces_is_warned_of_and_one_with_them_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused = (sys.executable, "-I", "-S", "-B", apart.__file__)
+    refused = (sys.executable, "-I", "-S", "-B", user_namespace.__file__)
     if sys.platform == "linux" and user_namespaces():
         assert program.exposed_here() == []
         assert subprocess.run(refused, capture_output=True, text=True, check=True).stdout == ""
@@ -110,9 +110,10 @@ def test_a_refused_namespace_is_said_in_the_words_of_the_kernel() -> None:
     # within one namespace the kernel is told to allow no further ones
     inside = (
         "import subprocess, sys; open('/proc/sys/user/max_user_namespaces', 'w').write('0'); "
-        f"print(subprocess.run([sys.executable, '-I', '-S', '-B', {apart.__file__!r}], capture_output=True).stdout)"
+        f"inner = [sys.executable, '-I', '-S', '-B', {user_namespace.__file__!r}]; "
+        "print(subprocess.run(inner, capture_output=True).stdout)"
     )
-    command = [sys.executable, "-I", "-S", "-B", apart.__file__, sys.executable, "-c", inside]
+    command = [sys.executable, "-I", "-S", "-B", user_namespace.__file__, sys.executable, "-c", inside]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if "OSError" in done.stderr or "PermissionError" in done.stderr:
         pytest.skip("this user may not lower the limit")
@@ -120,7 +121,7 @@ def test_a_refused_namespace_is_said_in_the_words_of_the_kernel() -> None:
 
 
 def user_namespaces() -> bool:
-    return processes.succeeds(apart.enter)
+    return processes.succeeds(user_namespace.enter)
 
 
 def test_a_program_has_the_same_user_group_and_files_in_its_namespace(tmp_path: Path) -> None:
@@ -233,7 +234,7 @@ time.sleep(600)
 import asyncio
 from headrace.rollout.environments import program
 from headrace.rollout.environments.program import Program
-from headrace.rollout.scoring.sandbox import apart, processes
+from headrace.rollout.scoring.sandbox import user_namespace, processes
 asyncio.run(Program([{sys.executable!r}, "-c", {program!r}]).run({{}}, {{}}))
 """
     process = subprocess.Popen([sys.executable, "-c", worker])

@@ -18,7 +18,7 @@ from tests.launch.workers import is_alive
 from tests.rollout.environments.pools import running_pool
 
 DEEDS = """
-    import asyncio, os, re, signal, subprocess, sys, threading, time
+    import asyncio, gc, os, re, signal, subprocess, sys, threading, time
     from pathlib import Path
 
     import headrace
@@ -82,6 +82,10 @@ DEEDS = """
                 threading.Event().wait()
             if self.deed == "slow":
                 time.sleep(4.0)
+            if self.deed == "lock":  # the one under which threads get their calls
+                threads = next(each for each in gc.get_objects() if type(each).__name__ == "CallThreads")
+                with threads._shutdown_lock:
+                    time.sleep(4.0)
             return headrace.StepResult(reward=1.0, done=True)
 """
 
@@ -126,6 +130,16 @@ def test_code_that_blocks_the_loop_costs_its_own_episode_and_the_others_begin_ag
             assert others == [1.0] * 3
             assert at.warnings == ["code of an episode blocks the loop of its worker: the worker is replaced"]
             assert [len(talk.turns) for talk in at.talks[1:]] == [2] * 3
+
+    asyncio.run(main())
+
+
+def test_an_episode_that_waits_in_our_code_for_what_another_holds_is_not_blamed(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS, "Stubborn", block_s=1.0) as at:
+            assert await at.run("lock", *["wait"] * 3) == [1.0] * 4
+            assert at.warnings[0] == "an environment worker has fallen silent: it is replaced"
+            assert not any("code of an episode blocks" in warning for warning in at.warnings)
 
     asyncio.run(main())
 

@@ -74,7 +74,15 @@ def test_a_task_that_is_nearly_solved_has_equal_rewards_and_nothing_is_wrong(tmp
     rewards = {"reward_mean": 0.96, "reward_min": 0.0, "reward_max": 1.0}
     heard = Heard(tmp_path).steps(9, metrics={"zero_variance_frac": 0.95, "reward_p10": 1.0}, **rewards)
     assert heard.names == []
+    heard.steps(9, metrics={"zero_variance_frac": 1.0, "reward_p10": 1.0}, **{**rewards, "reward_min": 1.0})
+    assert heard.names == []  # what was wrong before is right now
     heard.steps(9, metrics={"zero_variance_frac": 0.95, "reward_p10": 0.0}, **{**rewards, "reward_mean": 0.04})
+    assert heard.names == ["zero_variance"]
+
+
+def test_rewards_that_were_never_lower_are_equal_for_no_good_reason(tmp_path: Path) -> None:
+    rewards = {"reward_mean": 1.0, "reward_min": 1.0, "reward_max": 1.0}
+    heard = Heard(tmp_path).steps(9, metrics={"zero_variance_frac": 1.0, "reward_p10": 1.0}, **rewards)
     assert heard.names == ["zero_variance"]
 
 

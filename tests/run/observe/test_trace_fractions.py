@@ -103,6 +103,31 @@ def test_a_learner_that_copies_its_weights_or_waits_for_a_buffer_stands_still_fo
     assert found.exposed_sync_s == pytest.approx(1 + 2)
 
 
+def test_a_stopped_process_does_not_work_and_what_waits_meanwhile_waits_for_it() -> None:
+    spans = [
+        span("engine", 0, 8),
+        span("stopped", 2, 5, "engine"),
+        span("stopped", 5, 6, "engine"),
+        span("learner", 0, 3, "train"),
+        span("learner", 3, 4, "wait batch"),
+        span("learner", 4, 7, "wait sync"),
+        span("learner", 7, 10, "train"),
+        span("stopped", 8, 9, "learner-1"),
+    ]
+    found = account(spans, (0, 10))
+    assert found.engine_busy_s == pytest.approx(8 - 4)
+    assert found.engine_waits_s == pytest.approx({"stopped": 4 + 1, "learner": 1})
+    assert found.learner_busy_s == pytest.approx(3 + 3 - 1), "a learner stands still with any of its ranks"
+    assert found.learner_waits_s == pytest.approx({"stopped": 3 + 1, "sync": 1})
+    assert found.exposed_sync_s == pytest.approx(1)
+    two = account([*spans, span("engine-1", 0, 8)], (0, 10))
+    assert two.learner_waits_s["sync"] == pytest.approx(3), "with an engine that goes on, one that is stopped is not it"
+    other = account([*spans[:1], span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "fork server")], (0, 10))
+    assert "stopped" not in other.learner_waits_s
+    alone = account([span("learner", 0, 8, "wait batch"), span("stopped", 0, 8, "controller")], (0, 10))
+    assert alone.learner_waits_s["stopped"] == pytest.approx(8)
+
+
 def test_of_several_engines_the_mean_counts_and_the_learner_waits_while_any_of_them_works() -> None:
     spans = [span("engine-1", 0, 4), span("engine-2", 0, 2), span("engine-1", 4, 5, "prefill"), span("scoring", 3, 8)]
     spans.append(span("learner", 0, 7, "wait batch"))

@@ -2,6 +2,9 @@
 
 import gzip
 import json
+import os
+import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -81,6 +84,30 @@ def test_watch_says_how_a_run_ended_and_shows_no_loop_at_work(tmp_path: Path) ->
     text = said("watch", tmp_path)
     assert "killed" in text
     assert not any(words in text for words in ("training", "snapshot of step 100", "left"))
+
+
+def test_watch_of_a_run_whose_controller_is_stopped_says_so_beside_its_last_state(tmp_path: Path) -> None:
+    (tmp_path / "live.json").write_bytes(msgspec.json.encode(LiveState(steps_done=7, steps_total=20, phase="training")))
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            process.send_signal(signal.SIGSTOP)
+            os.waitpid(process.pid, os.WUNTRACED)
+            controller = ComponentStatus(role="controller", pid=process.pid, state="ready", version=None)
+            status = Status(
+                phase="training",
+                steps_done=7,
+                steps_total=20,
+                version=7,
+                written_s=0.0,
+                components=[controller],
+                waits=[],
+            )
+            (tmp_path / "status.json").write_bytes(msgspec.json.encode(status))
+            text = said("watch", tmp_path, "--once")
+        finally:
+            process.kill()
+    assert f"the controller is stopped (SIGSTOP; kill -CONT {process.pid}" in text
+    assert "step 7/20" in text
 
 
 def test_watch_shows_every_word_of_the_verdict_on_a_narrow_terminal(tmp_path: Path) -> None:

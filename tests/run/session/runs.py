@@ -131,6 +131,11 @@ class Running:
         return error
 
 
+def hangup(handling: str) -> str:
+    """The program, started where SIGHUP is handled so: what starts the tests may ignore it, as nohup does."""
+    return f"import signal; signal.signal(signal.SIGHUP, signal.{handling})\n{PROGRAM}"
+
+
 @contextmanager
 def running(*arguments: str | Path, program: str = PROGRAM) -> Iterator[Running]:
     """Start the program; it does not outlive the body."""

@@ -215,6 +215,20 @@ def test_only_value_beside_the_prompt_is_what_a_script_says_is_right(tmp_path: P
     assert [finding.clause for finding in report.findings if finding.level is not Level.OK] == []
 
 
+def test_a_column_that_a_reward_lacks_is_told_with_those_that_the_rows_have(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("def reward(completion, total): return 1.0\n")
+    lacking = check_env(f"{tmp_path / 'mine.py'}:reward", rows=[{"prompt": "3+4=", "sum": 7}])
+    (told,) = lacking.findings
+    assert "requires the parameter 'total'" in told.detail
+    assert "the rows have the columns prompt, sum" in told.detail
+
+
+def test_a_class_that_is_meant_as_a_reward_is_told_to_name_an_object(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text("class Right:\n    def __call__(self, completion, answer): return 1.0\n")
+    (told,) = check_env(f"{tmp_path / 'mine.py'}:Right", rows=[{"prompt": "1", "answer": 1}]).findings
+    assert "as a reward, name an object of it (score = Right(...))" in told.detail
+
+
 def test_reward_that_a_file_imports_or_makes_is_tried_as_one_it_defines(tmp_path: Path) -> None:
     made = "def made(limit):\n    return lambda completion_ids, **_: [float(len(ids)) for ids in completion_ids]\n"
     (tmp_path / "theirs_of_this_test.py").write_text(made)

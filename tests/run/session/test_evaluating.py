@@ -104,7 +104,7 @@ def test_an_engine_of_somebody_else_gives_the_same_attempts(tmp_path: Path, mode
     with served(model_dir) as server:
         where = RemoteEndpoint(url=f"{server.url}/v1", token=TOKEN)
         found = evaluate(
-            run_file, overrides=["run.eval_samples=2"], measures=Measures(pass_reward=0.5, elsewhere=where)
+            run_file, overrides=["run.eval_samples=2"], measures=Measures(pass_reward=0.5, running_engine=where)
         )
     assert (found.avg, found.pass_at, found.tokens) == (own.avg, own.pass_at, own.tokens)
     assert 0 < found.mean_reward < 1
@@ -116,4 +116,4 @@ def test_an_address_without_an_engine_is_told_in_words(tmp_path: Path, model_dir
     )
     where = RemoteEndpoint(url="http://127.0.0.1:9/v1")
     with pytest.raises(ConfigError, match="does not tell its models"):
-        evaluate(run_file, measures=Measures(elsewhere=where))
+        evaluate(run_file, measures=Measures(running_engine=where))

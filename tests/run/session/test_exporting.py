@@ -114,6 +114,8 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(base: Path, tmp_p
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine.txt").write_text("keep me", encoding="utf-8")
     (tmp_path / "new" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "failed").mkdir()
+    (tmp_path / "failed" / "lock").touch()
     before = sorted(tmp_path.rglob("*"))
     out = tmp_path / "out"
     for where, target, options, words in (
@@ -122,6 +124,7 @@ def test_what_cannot_be_exported_is_refused_and_leaves_nothing(base: Path, tmp_p
         (tmp_path / "run", out, {"dtype": "bfloat16"}, "nothing is merged"),
         (tmp_path / "full", out, {}, "neither a run nor a checkpoint"),
         (tmp_path / "new", out, {}, "no whole checkpoint yet"),
+        (tmp_path / "failed", out, {}, "no whole checkpoint yet"),
     ):
         with pytest.raises(ConfigError, match=words):
             export(where, target, **options)

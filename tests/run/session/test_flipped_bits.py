@@ -125,8 +125,13 @@ def test_damage_of_a_snapshot_ends_a_resume_and_its_remedy_works(run_file: Path,
     refused = headrace("train", run_file, "--resume", "--set", f"run.dir={run_dir}")
     assert refused.returncode == 1
     assert "optimizer.safetensors has changed since it was written" in refused.stderr
-    for verb in (["eval", run_dir], ["export", run_dir, tmp_path / "out"]):
-        assert "optimizer.safetensors has changed" in headrace(*verb).stderr
+    whole = headrace("export", run_dir, tmp_path / "out")  # which reads no optimizer
+    assert whole.returncode == 0, whole.stderr
+    flip(newest / "model.safetensors", random.Random(0))
+    rows = run_dir.parent / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for verb in (["eval", run_dir, "--set", f"data.eval_path={rows}"], ["export", run_dir, tmp_path / "other"]):
+        assert "model.safetensors has changed" in headrace(*verb).stderr
     shutil.move(newest, f"{newest}.damaged")
     done = headrace("train", run_file, "--resume", "--set", f"run.dir={run_dir}")
     assert done.returncode == 0, done.stderr

@@ -18,7 +18,7 @@ from headrace.control.evaluation import EvaluationListener
 from headrace.run.session.evaluating import attempt_rewards
 from headrace.run.session.running import Interrupts, first_cause, in_own_loop
 from headrace.testing import FakeScorer, fake_parts
-from tests.run.session.runs import first_words, make_run, running, verb
+from tests.run.session.runs import first_words, hangup, make_run, running, verb
 
 
 def in_a_notebook(main: object) -> object:
@@ -102,9 +102,9 @@ def test_second_ctrl_c_ends_a_run_at_once_in_words(tmp_path: Path, model_dir: Pa
     assert '"status": "stopped"' in (tmp_path / "run" / "summary.json").read_text()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 130), (signal.SIGINT, 130), (signal.SIGHUP, 129)])
 def test_a_signal_while_a_run_starts_ends_it_with_words(
-    tmp_path: Path, model_dir: Path, number: signal.Signals
+    tmp_path: Path, model_dir: Path, number: signal.Signals, code: int
 ) -> None:
     slow = """
         import time
@@ -114,14 +114,15 @@ def test_a_signal_while_a_run_starts_ends_it_with_words(
             return 1.0
     """
     run_file = make_run(tmp_path, model_dir, reward=slow, run={"dir": "run", "steps": 1})
-    with running("train", run_file) as life:
+    with running("train", run_file, program=hangup("SIG_DFL")) as life:
         while not any("starting scoring workers" in line for line in life.lines):
             life.lines.append(life.process.stdout.readline())
         life.process.send_signal(number)
         assert life.rest() == first_words(run_file) + (
-            f"stopped by {number.name} while it was starting\nnothing was begun: the same command starts it again\n"
+            f"stopped by {number.name} while it was starting\n"
+            "there is nothing to continue: the same command starts anew\n"
         )
-        assert life.process.returncode == 130
+        assert life.process.returncode == code
     (tmp_path / "reward.py").write_text("def reward(completion):\n    return float(len(set(completion)))\n")
     assert "step 1" in verb("train", run_file)
 

@@ -45,7 +45,7 @@ def test_a_run_that_is_stopped_and_killed_in_every_way_ends_with_the_weights_of_
 
     printed = verb("train", run_file, "--resume")
     assert "resumed at step" in printed
-    assert re.search(r"\ncontinued at step \d+: times, tokens and ages are those since then\n", printed)
+    assert re.search(r"\ncontinued at step \d+: times, tokens, ages and mismatch are those since then\n", printed)
     assert not shared_buffers(left)
     summary = ended(run_dir, "finished")
     assert summary["steps"] == STEPS

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from headrace.base.lasting import LossTolerantStream
-from tests.run.session.runs import DEADLINE_S, PROGRAM, command, headrace, make_run, running, tiny_model, verb
+from tests.run.session.runs import DEADLINE_S, command, hangup, headrace, make_run, running, tiny_model, verb
 
 LONG = {"run": {"dir": "run", "steps": 400, "checkpoint_every": 100_000}, "learner": {"lr": 1e-6}}
 """A run that outlasts what is done to it."""
@@ -94,11 +94,6 @@ def test_a_terminal_or_a_pipe_that_is_gone_is_noticed_without_a_write() -> None:
             os.close(here)
             lasting.look()
             assert f"Errno {number}" in lasting.lost
-
-
-def hangup(handling: str) -> str:
-    """The program, started where SIGHUP is handled so."""
-    return f"import signal; signal.signal(signal.SIGHUP, signal.{handling})\n{PROGRAM}"
 
 
 @pytest.mark.parametrize("view", ["auto", *(pytest.param(view, marks=pytest.mark.slow) for view in ("plain", "none"))])

@@ -20,6 +20,7 @@ from headrace.run.session import evaluate, load_config, train
 from headrace.run.session.explain import changed, explain
 from headrace.run.session.prepare import Inputs, Prepared, make_order, prepare
 from headrace.sync.config import RunPlaces
+from tests.models.kinds import add_tokens
 from tests.run.session.runs import make_run, tiny_model
 
 Prepare = Callable[..., Prepared]
@@ -158,6 +159,14 @@ def test_a_model_directory_without_a_tokenizer_or_its_end_is_refused(tmp_path: P
     (endless / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ModelError, match="has no end-of-sequence token"):
         prepared(model=endless)
+
+
+def test_prompt_that_only_the_tokenizer_knows_is_refused_by_its_row(tmp_path: Path, prepared: Prepare) -> None:
+    model = tiny_model(tmp_path / "more")
+    token = add_tokens(model)
+    rows = '{"prompt": "1"}\n{"prompt": "' + token + '"}'
+    with pytest.raises(ConfigError, match=r"the prompt of row 2 of data\.path holds token \d+, and the vocabulary of"):
+        prepared(model=model, rows=rows)
 
 
 def test_a_model_directory_that_is_a_file_is_refused(tmp_path: Path, prepared: Prepare) -> None:

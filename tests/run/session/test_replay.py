@@ -70,14 +70,14 @@ def edit_ledger(sql: str) -> Callable[[Path], None]:
 
 
 def rename_a_request(run_dir: Path) -> None:
-    """A request in the middle of the run becomes one that nobody will send."""
+    """A request in the middle of the run becomes one that nobody will send, in a record without checksums."""
     path = run_dir / "interleaving-engine.jsonl"
-    lines = path.read_text().splitlines(keepends=True)
-    place = next(index for index in range(len(lines) // 2, len(lines)) if '"generate"' in lines[index])
-    line = json.loads(lines[place])
-    line["seeds"][0] = 5
-    lines[place] = json.dumps(line) + "\n"
-    path.write_text("".join(lines))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    place = next(index for index in range(len(lines) // 2, len(lines)) if lines[index]["told"] == "generate")
+    lines[place]["seeds"][0] = 5
+    for line in lines:
+        del line["crc"]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ def forget_the_interleaving(run_dir: Path) -> None:
 def cut_the_interleaving(run_dir: Path) -> None:
     path = run_dir / "interleaving-engine.jsonl"
     lines = path.read_text().splitlines(keepends=True)
-    path.write_text("".join(line for line in lines if f'"version":{STEPS}' not in line))
+    last = next(number for number, line in enumerate(lines) if f'"version":{STEPS}' in line)
+    path.write_text("".join(lines[:last]))
 
 
 @pytest.mark.parametrize(

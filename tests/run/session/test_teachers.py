@@ -220,6 +220,7 @@ def test_a_teacher_that_dies_is_started_again_and_the_run_goes_on(tmp_path: Path
     ("teachers", "problem"),
     [
         ("[{{kind='model', path='{stranger}', engine={{}}}}]", "has another vocabulary than this model"),
+        ("[{{kind='model', path='{stranger}'}}]", "has another vocabulary than this model"),
         ("[{{kind='model', path='{short}', engine={{}}}}]", "was made for 6 tokens"),
         ("[{{kind='frozen', engine={{prompt='{{hint}} {{prompt}}'}}}}]", "asks for the column 'hint', which row 1"),
         (
@@ -240,3 +241,4 @@ def test_what_could_not_teach_is_refused_before_anything_starts(tmp_path: Path, 
     with pytest.raises(HeadraceError, match=problem):
         train(run_file, overrides=[f"learner.teachers={teachers.format(**paths)}", "observe.view=none"])
     assert not (tmp_path / "run" / "run" / "ledger.sqlite").exists()
+    assert not (tmp_path / "run" / "run" / "logs").exists()

@@ -20,7 +20,7 @@ from headrace.base.types.scored import paths
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
-from headrace.launch.endpoints import At
+from headrace.launch.endpoints import ListenAddress
 from headrace.models.tiny import char_tokenizer
 from headrace.rollout import EnginePolicy, EpisodeRunner
 from headrace.rollout.chat import Chat
@@ -180,13 +180,15 @@ async def world(
     *,
     limits: SessionLimits | None = None,
     budgets: Budgets | None = None,
-    at: At | None = None,
+    at: ListenAddress | None = None,
 ) -> AsyncIterator[World]:
     """In which every wait has an end."""
     warnings: list[str] = []
     async with (
         asyncio.timeout(60),
-        Endpoint.listening(SAMPLING, clock=RealClock(), warn=warnings.append, at=at or At(), limits=limits) as endpoint,
+        Endpoint.listening(
+            SAMPLING, clock=RealClock(), warn=warnings.append, at=at or ListenAddress(), limits=limits
+        ) as endpoint,
     ):
         yield World(endpoint=endpoint, engine=ScriptedEngine(answer), warnings=warnings, budgets=budgets or Budgets())
 

@@ -10,6 +10,8 @@ import subprocess
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
@@ -20,13 +22,14 @@ import zmq.asyncio
 from headrace import __version__
 from headrace.base.errors import ConfigError, DataError, HeadraceError
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.messages.node import JoinAnswer, JoinRefused, JoinRequest
+from headrace.base.types.messages.node import Farewell, JoinAnswer, JoinRefused, JoinRequest
 from headrace.launch.channel import present_key
 from headrace.launch.starts import ResourceLimits
 from headrace.run.session import load_config
 from headrace.wings.cluster.far.supervisor import family_of
 from headrace.wings.cluster.joining import node
 from headrace.wings.cluster.joining.invitation import Invitation, read_invitation, write_invitation
+from headrace.wings.cluster.joining.machine import JoinedStarter
 from headrace.wings.cluster.joining.node import Offer, RunUnreachable, join
 from tests.rollout.environments.pools import RunningPool, running_pool
 from tests.rollout.environments.tasks import make_env_run
@@ -360,3 +363,20 @@ def test_an_invitation_is_for_its_owner_alone_whatever_lay_there(tmp_path: Path)
     write_invitation(path, given)
     assert path.stat().st_mode & 0o777 == 0o600
     assert read_invitation(tmp_path) == given
+
+
+def test_the_channel_of_a_machine_is_closed_where_its_farewell_is_cancelled() -> None:
+    closed: list[bool] = []
+    peer: Any = SimpleNamespace(send=lambda _: None, left=asyncio.Event(), close=lambda: closed.append(True))
+    config: Any = SimpleNamespace(home="127.0.0.1", start_timeout_s=1.0, query=None)
+    channel: Any = None
+
+    async def main() -> None:
+        leaving = asyncio.create_task(JoinedStarter(peer, channel, "far", config).send_away(Farewell()))
+        await asyncio.sleep(0)
+        leaving.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await leaving
+
+    asyncio.run(main())
+    assert closed == [True]

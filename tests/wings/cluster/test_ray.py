@@ -22,7 +22,7 @@ from headrace.base.errors import ConfigError, DeadlineError, RunError
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import Scored, Started
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.base.types.trace import Span, earlier
+from headrace.base.types.trace import Span, shifted_back
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.config import LaunchConfig, RayConfig, ResourceShare
 from headrace.launch.starts import EnvironmentStart, LearnerStart, ScorerStart, Start
@@ -375,5 +375,5 @@ def test_files_of_an_environment_have_to_be_on_its_node(tmp_path: Path, entry: s
 
 def test_spans_of_another_clock_are_moved_to_ours() -> None:
     span = Span(lane="engine", name="generate", start_s=100.5, end_s=101.0)
-    assert earlier([span], 100.0) == [Span(lane="engine", name="generate", start_s=0.5, end_s=1.0)]
-    assert earlier([span], 0.0) == [span]
+    assert shifted_back([span], 100.0) == [Span(lane="engine", name="generate", start_s=0.5, end_s=1.0)]
+    assert shifted_back([span], 0.0) == [span]

@@ -168,6 +168,12 @@ def test_half_precision_is_told(base: Path) -> None:
     assert report.faults == [Fault.PRECISION]
     assert "bfloat16, not float32" in str(report)
     assert report.ok  # it is slower to learn from, and no lie
+    with probing(base) as probe:
+        finer = examine_server(probe, expectation(base, None, "bfloat16", []))
+    assert finer.faults == [Fault.PRECISION]
+    assert "float32, not bfloat16" in str(finer)
+    with probing(base, dtype="bfloat16") as probe:
+        assert examine_server(probe, expectation(base, None, "bfloat16", [])).faults == []
 
 
 @pytest.mark.parametrize(("theta", "known"), [(500_000.0, True), (77.0, False)])

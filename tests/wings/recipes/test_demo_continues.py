@@ -10,9 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from headrace.run.session.config import load_config
+from headrace.wings.recipes.demo.build import lay_out
 from tests.run.session.runs import command, running
 
 STEPS = "run.steps=60"
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_the_run_file_of_a_demo_keeps_its_seed(tmp_path: Path, seed: int) -> None:
+    assert load_config(lay_out(tmp_path, seed=seed)).run.seed == seed
 
 
 @pytest.mark.slow

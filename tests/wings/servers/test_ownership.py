@@ -105,7 +105,12 @@ def test_run_that_finds_the_weights_of_another_ends_and_has_none_of_its_tokens(
     assert isinstance(told, EngineUnfit)
     assert f"at {shared.url} has got weights from another run" in told.problem
     assert "engine.server.urls" in told.remedy
-    assert (first.outputs[number].ids, first.outputs[late].ids) == ([], [])
+    early = first.outputs[number]
+    if early.reason is None:
+        assert early.ids == []
+    else:  # on a busy machine it was whole before the other weights came, and is of its own
+        close(early.logprobs, first.reference(0, early))
+    assert first.outputs[late].ids == []
     (fine,) = second.finish(second.add([3, 4, 5]))
     close(fine.logprobs, second.reference(0, fine))
 

@@ -108,6 +108,7 @@ def test_a_teacher_that_cannot_be_is_refused(models, tmp_path):
     ):
         with pytest.raises(ConfigError, match=words):
             distill(settings(models[0], tmp_path / "run", learner={"teachers": [teacher]}), data=tokens)
+        assert not (tmp_path / "run").exists()  # as a dry run, which prepares and makes none
     with pytest.raises(DataError, match="needs input_ids, teacher_ids and teacher_logprobs"):
         distill(settings(models[0], tmp_path / "run"), data=tokens)
 

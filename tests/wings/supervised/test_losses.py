@@ -38,6 +38,8 @@ def test_kto_needs_two_rows_in_every_step_and_room_for_answers_to_other_prompts(
     for run, words in (({"rows_per_step": 1}, "a step would have one row"), ({"rows_per_step": 4}, "one row of 13")):
         with pytest.raises(ConfigError, match=words):
             dpo(settings(model, tmp_path / "run", loss="kto", run=run), data=ratings(13))
+    with pytest.raises(ConfigError, match="all rows have one prompt"):
+        dpo(settings(model, tmp_path / "run", loss="kto"), data=[{**row, "prompt": "1+1="} for row in ratings(12)])
     rows = [
         {"prompt": "a" * 30, "completion": "b", "label": True},
         {"prompt": "a", "completion": "b" * 30, "label": False},

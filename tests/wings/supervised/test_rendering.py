@@ -168,6 +168,9 @@ def test_equal_answers_are_refused_or_counted(models):
     found = prepared_rows(models["plain"], rows, DpoConfig, bad_rows="skip").rows
     assert [(row.row, row.reason) for row in found.left_out] == [(2, "same_answers")]
     assert len(found.rows) == 1
+    longer = [{"prompt": "a" * 20, "chosen": "b" * 9, "rejected": "b" * 9 + "c"}]
+    with pytest.raises(DataError, match="are the same in their first 24 tokens, to which they are cut"):
+        prepared_rows(models["plain"], longer, DpoConfig, max_length=24, long_rows="cut")
 
 
 def test_rows_left_out_are_counted_in_the_summary_and_listed_in_the_run_directory(models, tmp_path):

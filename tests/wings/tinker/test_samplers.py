@@ -10,7 +10,7 @@ import torch
 from tinker import types
 
 from headrace.wings.tinker.catalog import Catalog
-from headrace.wings.tinker.jobs import Found, SampleJob, SampleJobs
+from headrace.wings.tinker.jobs import ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights
 from headrace.wings.tinker.service import TinkerService
 from headrace.wings.tinker.turns import Turns
@@ -122,7 +122,7 @@ def test_answers_that_their_clients_have_had_are_forgotten_first(monkeypatch):
     monkeypatch.setattr("headrace.wings.tinker.jobs.KEPT_BYTES", 25)
 
     async def left() -> list[str]:
-        jobs, found = SampleJobs(), Found(body=b"0123456789")
+        jobs, found = SampleJobs(), ResultResponse(body=b"0123456789")
         async with asyncio.TaskGroup() as group:
             for place, name in enumerate(("asked", "had", "newest")):
                 task = group.create_task(asyncio.sleep(0, found))

@@ -6,20 +6,28 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import sqlite3
+import subprocess
 from pathlib import Path
 from urllib.parse import quote
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 from starlette.testclient import TestClient
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import DataError
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
+from headrace.base.types.recorded import Routing
 from headrace.flow.ledger import SqliteLedger
 from headrace.flow.ledger.base import Submit
 from headrace.flow.ledger.browse import EpisodeQuery
 from headrace.run.cli.status import look
 from headrace.wings.view.app import make_app
+from headrace.wings.view.episodes import routing_differences
+from headrace.wings.view.figures import OF_TRAINING
 from headrace.wings.view.run import OpenRun, find_runs
 from tests.wings.view.asking import ask, opened, stranger
 from tests.wings.view.browsing import LET_IN, TOKEN
@@ -121,6 +129,24 @@ def test_tokens_come_in_windows_with_everything_recorded(client: TestClient) -> 
     assert detail["experts"] == [[1, 1], [1, 1]]
 
 
+def test_one_other_expert_counts_as_one_wherever_it_sorts() -> None:
+    from tests.wings.view.synthetic import given, sampled
+
+    def layer(*experts_TK: list[int]) -> Routing:
+        return Routing(known_T=np.ones(len(experts_TK), bool), experts_RLK=np.array(experts_TK, np.uint8)[:, None])
+
+    first = sampled("abc", version=0, parent=0)
+    tokens = replace(first.tokens, routing=layer([1, 2, 3], [1, 2, 3], [1, 2, 3]))
+    context = layer([0, 1, 2], [4, 3, 2], [3, 1, 2], [7, 8, 9])
+    again = replace(sampled("d", version=0, parent=1), context_routing=context)
+    turns = [given("?"), replace(first, tokens=tokens), again]
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=turns, status=EpisodeStatus.SCORED, reward=1.0)
+    differing = routing_differences(episode)
+    assert differing is not None
+    assert differing[1] is not None
+    assert differing[1].tolist() == [1, 0, 3]
+
+
 def test_characters_of_several_tokens_stand_at_their_last(tmp_path: Path) -> None:
     from tests.wings.view.synthetic import plain_episode, sampled
 
@@ -220,6 +246,14 @@ def test_a_killed_run_is_told_from_a_living_one(tmp_path: Path) -> None:
         assert ask(opened(directory), "overview")["state"] == "stopped"
 
 
+def test_a_run_that_trained_nothing_has_no_figures_of_training(tmp_path: Path) -> None:
+    directory = write_run(tmp_path / "run", steps=0)
+    summary = {**json.loads((directory / "summary.json").read_text()), "status": "failed", "tokens_trained": 0}
+    (directory / "summary.json").write_text(json.dumps({**summary, "commit_gap_ms": {"p50": 0.0, "p99": 0.0}}))
+    figures = ask(opened(directory), "overview")["figures"]
+    assert {figures[name] for name in OF_TRAINING} == {None}
+
+
 def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", steps=0)
     for name in ("summary.json", "status.json"):
@@ -229,6 +263,19 @@ def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> N
         assert ask(opened(directory), "overview")["state"] == "starting"
         with pytest.raises(DataError, match="its parts are starting"):
             look(directory)
+        lock.write("x")
+        lock.flush()
+        with pytest.raises(DataError, match="its parts are starting"):  # damaged
+            look(directory)
+        lock.seek(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        with subprocess.Popen(["sleep", "1000"]) as part:
+            part.send_signal(signal.SIGSTOP)
+            os.waitpid(part.pid, os.WUNTRACED)  # until it stands
+            with pytest.raises(DataError, match=rf"has started process {part.pid}, which is stopped \(SIGSTOP"):
+                look(directory)
+            part.kill()
     assert ask(opened(directory), "overview")["state"] == "failed"
     with pytest.raises(DataError, match="ended before its parts had started"):
         look(directory)
@@ -305,7 +352,7 @@ def test_a_directory_that_may_not_be_written_to_is_shown(run_dir: Path, tmp_path
         ("runs/0/episodes/3.0/turns/1/77", "has no token 77"),
         ("runs/0/timeline?from=5&to=4", "is empty"),
         ("runs/0/timeline?from=nan", "not a number of seconds"),
-        ("runs/0/search?words=", "nothing to search for"),
+        ("runs/0/search?words=", "the search text is empty"),
         (f"runs/0/series?names={',a' * 30}", "30 series are asked for"),
         ("nowhere", "Not Found"),
     ],

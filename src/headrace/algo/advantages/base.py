@@ -22,6 +22,7 @@ from headrace.base.errors import DataError
 
 A = TypeVar("A", Floats, Ints)
 Scope = Literal["group", "batch"]
+"""The data that a formula needs at once: one group, or the whole batch."""
 
 
 class Advantage(Protocol):
@@ -52,12 +53,13 @@ class Advantage(Protocol):
         ...
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode, or of every token."""
+        """Return the advantage of every episode (E), or of every token (N) if ``per_token`` is set."""
         ...
 
 
 class AdvantageSection(Section):
-    """The settings of an advantage, with the defaults of one that needs one group at a time and is per episode."""
+    """The base class of the advantages: the settings of one, with the properties of the usual formula, which needs one
+    group at a time and gives one number per episode. Their meaning is that of :class:`Advantage`."""
 
     scope: ClassVar[Scope] = "group"
     per_token: ClassVar[bool] = False
@@ -69,19 +71,20 @@ class AdvantageSection(Section):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return ``True``: most advantages compare episodes of a group."""
+        """``True``: most advantages compare episodes of a group with each other."""
         return True
 
 
 def given(column: A | None, name: str) -> A:
-    """Return ``column``. Raises :class:`DataError` with the column's name if it is ``None``."""
+    """Return ``column``, which a formula needs. Raises :class:`DataError` with the column's ``name`` if it is missing
+    (``None``)."""
     if column is None:
         raise DataError(f"this advantage needs {name!r}, which is missing", remedy=f"give {name}, or choose another")
     return column
 
 
 def total(values_E: Floats, owners_E: Ints) -> Floats:
-    """Return, for every row, the sum over the rows with the same owner.
+    """Return, for every row, the sum of ``values_E`` over all rows with the same owner, such as a group or an episode.
 
     >>> total(np.array([1.0, 2.0, 4.0]), np.array([7, 7, 9])).tolist()
     [3.0, 3.0, 4.0]
@@ -92,13 +95,15 @@ def total(values_E: Floats, owners_E: Ints) -> Floats:
 
 
 def joint(first: Ints, second: Ints) -> Ints:
-    """Return one label per row, with equal labels for rows whose two labels are equal."""
+    """Return one integer label per row from two: rows get equal labels if both their labels in ``first`` and in
+    ``second`` are equal."""
     pairs = np.stack([first, second], axis=1)
     return np.unique(pairs, axis=0, return_inverse=True)[1].reshape(-1)
 
 
 def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
-    """Return each reward minus the (weighted) mean of its group; exactly 0 if all rewards of a group are the same."""
+    """Return each counted reward minus the mean of its group's counted rewards, weighted by ``weights_E`` (unset: all
+    weigh the same). It is 0 for rewards that do not count, and exactly 0 if all rewards of a group are the same."""
     weights_E = outcomes.counted_E.astype(np.float64) if weights_E is None else weights_E * outcomes.counted_E
     mass_E = total(weights_E, outcomes.groups_E)
     mean_E = total(weights_E * outcomes.values_E, outcomes.groups_E) / np.where(mass_E > 0, mass_E, 1.0)
@@ -106,8 +111,8 @@ def centered(outcomes: Outcomes, weights_E: Floats | None = None) -> Floats:
 
 
 def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
-    """Return each counted value minus the mean of the other counted values with the same owner; 0 if there is no
-    other."""
+    """Return each value that counts minus the mean of the other counted values with the same owner (a group, for
+    example); 0 if there is no other, and for values that do not count."""
     num_E = total(counted_E.astype(np.float64), owners_E)
     mean_E = divided(total(values_E * counted_E, owners_E), num_E)
     difference_E = without_rounding((values_E - mean_E) * counted_E, mean_E)
@@ -115,7 +120,8 @@ def leave_one_out(values_E: Floats, counted_E: Bools, owners_E: Ints) -> Floats:
 
 
 def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
-    """Return the weighted mean and standard deviation; a deviation that is only rounding is 0."""
+    """Return the weighted mean and the weighted standard deviation of the values, with the sum of the weights as the
+    denominator of both; a deviation that is only rounding is 0."""
     mass = float(weights_E.sum()) or 1.0
     mean = float((weights_E * values_E).sum()) / mass
     difference_E = without_rounding(values_E - mean, np.full(len(values_E), mean))
@@ -123,7 +129,8 @@ def moments(values_E: Floats, weights_E: Floats) -> tuple[float, float]:
 
 
 def without_rounding(differences: Floats, scale: Floats) -> Floats:
-    """Return the differences with those set to 0 that are only rounding, so that a small ε cannot magnify them."""
+    """Return the differences, with those set to 0 that are only the rounding of numbers of size ``scale`` (below 1e-12
+    of it). A division by a standard deviation near 0 would magnify them."""
     return np.where(np.abs(differences) <= 1e-12 * np.abs(scale), 0.0, differences)
 
 

@@ -1,4 +1,5 @@
-"""Advantages per episode: the reward compared with a baseline of its group, its batch or its agent."""
+"""Advantages per episode: the reward R compared with a baseline of its group, its batch or its agent. One of them is
+per token. E episodes, N tokens; a reward that is NaN does not count, and its advantage is 0."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ from headrace.algo.advantages.outcomes import Floats, Outcomes
 from headrace.base.errors import DataError
 
 DDOF = {"ddof0": 0, "ddof1": 1}
+"""What is subtracted from the number n in the denominator of a standard deviation, by the value of ``std``."""
 
 
 class GrpoAdvantage(AdvantageSection):
@@ -45,7 +47,8 @@ class GrpoAdvantage(AdvantageSection):
     group."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return GRPO's advantage of every episode: its reward less the group's mean, divided by the group's standard
+        deviation as ``std`` says. It is 0 for a reward that does not count and in a group without differences."""
         difference_E = centered(outcomes)
         num_E = total(outcomes.counted_E.astype(np.float64), outcomes.groups_E)
         credit_E = difference_E
@@ -70,7 +73,7 @@ class Rloo(AdvantageSection):
     """The name that selects this advantage."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward less the mean of the other counted rewards of its group."""
         return leave_one_out(outcomes.values_E, outcomes.counted_E, outcomes.groups_E)
 
 
@@ -89,7 +92,8 @@ class Maxrl(AdvantageSection):
     """The name that selects this advantage."""
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward less the group's mean, divided by that mean; 0 if the mean
+        is not above 0."""
         difference_E = centered(outcomes)
         mean_E = outcomes.values_E - difference_E
         return divided(difference_E, np.where(outcomes.counted_E & (mean_E > 0), mean_E, 0.0))
@@ -109,7 +113,8 @@ class Opo(AdvantageSection):
     reads: ClassVar[frozenset[str]] = frozenset({"lengths"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward less the mean of its group, in which each reward weighs by
+        the length of its episode."""
         return centered(outcomes, given(outcomes.lengths_E, "lengths").astype(np.float64))
 
 
@@ -127,11 +132,12 @@ class Remax(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return ``False``: the greedy answer is the baseline."""
+        """``False``: the greedy answer is the baseline, and not the other episodes of the group."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward less that of the greedy answer to the same task; 0 if
+        either is missing."""
         greedy_E = given(outcomes.greedy_E, "greedy")
         return np.where(outcomes.counted_E & ~np.isnan(greedy_E), outcomes.values_E - np.nan_to_num(greedy_E), 0.0)
 
@@ -154,7 +160,9 @@ class Gdpo(AdvantageSection):
     scope: ClassVar[Scope] = "batch"
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: GRPO's advantage of each component of the reward, weighted, summed and
+        normalised over the batch. Raises :class:`~headrace.base.errors.DataError` if the number of weights is not that
+        of the components."""
         parts_EK = outcomes.rewards_E[:, None] if outcomes.parts_EK is None else outcomes.parts_EK
         weights = self.weights or (1.0,) * parts_EK.shape[1]
         if len(weights) != parts_EK.shape[1]:
@@ -194,11 +202,12 @@ class ReinforcePp(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return whether the group's mean is subtracted."""
+        """Whether the group's mean is subtracted, so that an episode is compared with its siblings."""
         return self.group_baseline
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward (less the group's mean with ``group_baseline``) normalised
+        over the whole batch, in which an episode weighs by its length."""
         credit_E, counted_E = outcomes.values_E, outcomes.counted_E
         if self.group_baseline:
             counted_E = counted_E & (total(counted_E.astype(np.float64), outcomes.groups_E) > 1)
@@ -229,11 +238,12 @@ class Rae(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return ``False``: a running mean is the baseline."""
+        """``False``: the running mean of the agent is the baseline, and not the other episodes of the group."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every episode."""
+        """Return the advantage of every episode: its reward less the running mean of its agent. The running means after
+        the batch are not returned; :meth:`follow` returns them too."""
         credit_E, _ = self.follow(outcomes)
         return credit_E
 
@@ -268,7 +278,8 @@ class OptimalBaseline(AdvantageSection):
     reads: ClassVar[frozenset[str]] = frozenset({"energies"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token."""
+        """Return the advantage of every token: the episode's reward less the baseline at the token's position, which is
+        the mean of the group's rewards weighted by gradient energy up to there."""
         energies_N = given(outcomes.energies_N, "energies")
         lengths_E = given(outcomes.lengths_E, "lengths")
         starts_N = np.repeat(np.cumsum(lengths_E) - lengths_E, lengths_E)

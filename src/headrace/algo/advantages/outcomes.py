@@ -1,4 +1,5 @@
-"""The inputs of advantages: rewards, and the columns that some formulas need.
+"""The inputs of advantages: rewards, and the columns that some formulas need. A *column* is an array with one entry for
+each episode or each token.
 
 Shape legend: E episodes (or turns, where a formula says so), K components of a reward, N tokens of the episodes one
 after the other.
@@ -71,6 +72,8 @@ class Outcomes:
     """A critic's value of the text before each token."""
 
     def __post_init__(self) -> None:
+        """Raise :class:`~headrace.base.errors.DataError` for columns whose length is not the number of rewards or of
+        tokens, for negative lengths and for infinite rewards."""
         rows = len(self.rewards_E)
         per_episode = {
             "groups": self.groups_E, "lengths": self.lengths_E, "reward parts": self.parts_EK, "greedy": self.greedy_E,
@@ -95,17 +98,17 @@ class Outcomes:
 
     @property
     def counted_E(self) -> Bools:
-        """Return whether each episode counts."""
+        """Whether each episode counts: its reward is not NaN."""
         return ~np.isnan(self.rewards_E)
 
     @property
     def values_E(self) -> Floats:
-        """Return the rewards, with 0 for episodes that do not count."""
+        """The rewards, with 0 in place of NaN for episodes that do not count."""
         return np.where(self.counted_E, self.rewards_E, 0.0)
 
     @property
     def owners_N(self) -> Ints:
-        """Return the episode of each token."""
+        """The index of the episode (the row) of each token. The lengths must be given."""
         assert self.lengths_E is not None
         return np.repeat(np.arange(len(self.rewards_E)), self.lengths_E)
 
@@ -150,7 +153,9 @@ def outcomes_of(rewards: Sequence[Any], groups: Sequence[Any] | None = None, **c
 
 
 def plain(values: Any, name: str) -> list[Any]:
-    """Return a list, an array, a tensor or any other iterable as a list of plain values."""
+    """Return a list, an array, a tensor or any other iterable as a list of plain Python values. Raises
+    :class:`~headrace.base.errors.DataError`, with the column's ``name``, for anything else, text and mappings
+    included."""
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
         raise DataError(f"{name} is {values!r}, which is not a list", remedy=f"give {name} as a list")
     listed = values.tolist() if isinstance(values, _Array) else list(values)
@@ -171,8 +176,8 @@ def labels(values: Sequence[Any]) -> Ints:
 
 
 def _whole_numbers(values: Sequence[Any]) -> Ints:
-    """Return lengths as an array of whole numbers. Raises :class:`~headrace.base.errors.DataError` if they are not
-    whole."""
+    """Return the lengths of episodes, in tokens, as an array of integers. Raises
+    :class:`~headrace.base.errors.DataError` if they are not whole numbers."""
     numbers = _floats(values)
     if not np.array_equal(numbers, np.round(numbers)):
         raise DataError(f"lengths {values!r} are not whole numbers", remedy="give how many tokens each episode has")

@@ -1,4 +1,5 @@
-"""Advantages per token, turn or step."""
+"""Advantages per token or per turn. E episodes (or turns), N tokens of the episodes one after the other, T tokens of
+one answer; R is the reward of an episode, and one that is NaN does not count."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class CriticEstimate(NamedTuple):
     """The results of estimating advantages with a critic; 0 for the tokens of an episode that does not count."""
 
     advantages_N: Floats
+    """The advantage of each token, before it is normalised over the batch."""
     returns_N: Floats
     """Advantage + value, which the critic is trained towards."""
     outcomes_N: Floats
@@ -65,15 +67,17 @@ class GaeAdvantage(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return ``False``: the critic is the baseline."""
+        """``False``: the critic is the baseline, and not the other episodes of the group."""
         return False
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token."""
+        """Return the advantage of every token by generalised advantage estimation, normalised over the batch if
+        ``normalize`` is set."""
         return self.scaled(self.estimate(outcomes).advantages_N, outcomes.counted_E[outcomes.owners_N])
 
     def estimate(self, outcomes: Outcomes) -> CriticEstimate:
-        """Return the advantages before normalisation, each episode by itself, and the targets of the critic."""
+        """Return the advantages of all tokens before normalisation, each episode by itself, and the returns that the
+        critic is trained towards. Needs the critic's values in ``outcomes``. In a run the learner calls this."""
         values_N, lengths_E = given(outcomes.values_N, "values"), given(outcomes.lengths_E, "lengths")
         places_T = np.arange(lengths_E.max(initial=0))
         inside_ET = (places_T < lengths_E[:, None]) & outcomes.counted_E[:, None]
@@ -90,8 +94,8 @@ class GaeAdvantage(AdvantageSection):
         return CriticEstimate(*flat)
 
     def scaled(self, advantages_N: Floats, counted_N: Bools) -> Floats:
-        """Return the advantages, normalised over all counted tokens of a batch if ``normalize`` is set; 0 for the
-        other tokens."""
+        """Return the advantages of :meth:`estimate`, normalised over the tokens of a batch of which ``counted_N`` is
+        true if ``normalize`` is set; 0 for the other tokens."""
         if not self.normalize:
             return advantages_N * counted_N
         mean, std = moments(advantages_N, counted_N.astype(np.float64))
@@ -121,20 +125,22 @@ class ReverseKl(AdvantageSection):
 
     @property
     def compares_siblings(self) -> bool:
-        """Return whether rewards count, which are compared within groups."""
+        """Whether rewards have a weight beside the teacher; rewards are compared within groups."""
         return self.weight > 0
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token."""
+        """Return the advantage of every token: the teacher's part, and the part of its episode's reward if that has a
+        weight."""
         credit_N = self.of_tokens(given(outcomes.log_nu_N, "log_nu") - given(outcomes.log_mu_N, "log_mu"))
         return credit_N + self.of_rewards(outcomes)[outcomes.owners_N] if self.weight else credit_N
 
     def of_tokens(self, gap_N: Floats) -> Floats:
-        """Return the teacher's part of the advantage, from log ν − log μ of every token."""
+        """Return the teacher's part of the advantage of every token, from ``gap_N``, its log ν − log μ, clamped to ±20;
+        0 where that is NaN. In a run the learner, which has the teacher, adds it."""
         return self.beta * np.nan_to_num(np.clip(gap_N, -20.0, 20.0))
 
     def of_rewards(self, outcomes: Outcomes) -> Floats:
-        """Return the reward's part of the advantage of every episode."""
+        """Return the reward's part of the advantage of every episode: ω times the reward less the group's mean."""
         return self.weight * centered(outcomes)
 
 
@@ -164,7 +170,8 @@ class Prpo(AdvantageSection):
     reads: ClassVar[frozenset[str]] = frozenset({"process", "entropies", "segments"})
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every token."""
+        """Return the advantage of every token: that of its episode's outcome (GRPO's), plus the weighted, centred
+        process reward of its segment."""
         process_N, owners_N = given(outcomes.process_N, "process"), outcomes.owners_N
         segments_N = self._segments(outcomes) if outcomes.segments_N is None else outcomes.segments_N
         keys_N = joint(owners_N, segments_N)
@@ -179,11 +186,12 @@ class Prpo(AdvantageSection):
         return credit_N * outcomes.counted_E[owners_N]
 
     def starts(self, entropies_T: npt.NDArray[np.floating[Any]]) -> list[int]:
-        """Return the indices at which the segments of one answer begin, without the first segment."""
+        """Return the indices of the tokens at which the segments of one answer begin, except for the first segment,
+        which begins at 0: the spikes of ``entropies_T``, the entropy at each token."""
         return [place for place in spikes(entropies_T, most=self.spikes, gap=self.gap) if place > 0]
 
     def _segments(self, outcomes: Outcomes) -> Ints:
-        """Return the number of each token's segment."""
+        """Return the number of each token's segment, counted through all episodes, from the entropies."""
         entropies_N, lengths_E = given(outcomes.entropies_N, "entropies"), given(outcomes.lengths_E, "lengths")
         begins_N = np.zeros(len(entropies_N), np.int64)
         for end, length in zip(np.cumsum(lengths_E), lengths_E, strict=True):
@@ -192,7 +200,8 @@ class Prpo(AdvantageSection):
 
 
 def spikes(entropies_T: npt.NDArray[np.floating[Any]], *, most: int, gap: int) -> list[int]:
-    """Return the indices of the highest entropies, at least ``gap`` apart, in ascending order; the first of equal ones.
+    """Return the indices of the ``most`` highest entropies (fewer if there are no more) that are at least ``gap``
+    tokens apart, in ascending order; of equal ones, the first is taken.
 
     >>> spikes(np.array([0.1, 2.0, 1.9, 0.3, 1.5]), most=2, gap=2)
     [1, 4]
@@ -226,7 +235,8 @@ class StepAdvantage(AdvantageSection):
     by_turn: ClassVar[bool] = True
 
     def __call__(self, outcomes: Outcomes) -> Floats:
-        """Return the advantage of every turn."""
+        """Return the advantage of every turn (a row of ``outcomes`` is a turn): that of its episode, plus the weighted
+        advantage of the turn among turns in the same state."""
         rows = np.arange(len(outcomes.rewards_E))
         episodes_E = rows if outcomes.episodes_E is None else outcomes.episodes_E
         returns_E, places_E = self._returns(outcomes.values_E, episodes_E)
@@ -240,7 +250,8 @@ class StepAdvantage(AdvantageSection):
         return (episode_E + self.weight * step_E) * outcomes.counted_E
 
     def _returns(self, values_E: Floats, episodes_E: Ints) -> tuple[Floats, Ints]:
-        """Return the discounted return from each turn on, and the index of the turn in its episode."""
+        """Return for each turn the discounted sum of the rewards from this turn to the end of its episode, and the
+        index of the turn in its episode, from 0. ``values_E`` are the turns' rewards, ``episodes_E`` their episodes."""
         returns_E, places_E = np.zeros(len(values_E)), np.zeros(len(values_E), np.int64)
         later: dict[int, float] = {}
         earlier: dict[int, int] = {}

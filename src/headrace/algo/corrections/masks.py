@@ -1,4 +1,8 @@
-"""Corrections that keep or drop tokens and sequences."""
+"""Corrections that keep or drop tokens and sequences: factors that multiply the loss of each token, without gradient.
+
+A correction is a record of settings (``[[algo.correction]]``) that is called with the columns of a micro-batch. π is
+the policy in training, μ the one that sampled, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens, S samples (sequences).
+"""
 
 from __future__ import annotations
 
@@ -36,11 +40,12 @@ class Icepop(CorrectionSection):
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Icepop:
+        """Refuse bounds between which no weight lies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: its ratio ρ at the chosen level, or 0 if that is outside the band."""
         rho_N = log_rho_at(self.level, inputs).exp()
         return Factor(tokens_N=rho_N.masked_fill((rho_N < self.low) | (rho_N > self.high), 0.0))
 
@@ -62,11 +67,13 @@ class GeometricRejection(CorrectionSection):
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> GeometricRejection:
+        """Refuse bounds between which no geometric mean lies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: 1 if the geometric mean of ρ over its sequence is within the bounds, else
+        0."""
         mean_S = inputs.mean_S(inputs.log_rho_N()).exp()
         return keep_sequences(inputs, (mean_S >= self.low) & (mean_S <= self.high))
 
@@ -87,7 +94,8 @@ class K3Rejection(CorrectionSection):
     """Whether to reject single tokens or whole sequences."""
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: 1 if the k3 divergence of the token, or the mean over its sequence, is at
+        most ``high``, else 0."""
         log_rho_N = inputs.log_rho_N()
         k3_N = log_rho_N.expm1() - log_rho_N
         if self.level == "sequence":
@@ -115,7 +123,8 @@ class Opsm(CorrectionSection):
         return frozenset({"log_mu"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: 0 if its sequence has a negative mean advantage and π has moved away from
+        it by more than δ, else 1."""
         drift_S = inputs.mean_S(log_ratio(inputs.log_mu_N, inputs.log_pi_N.detach()))
         blamed_S = inputs.mean_S(inputs.advantages_N) < 0
         return keep_sequences(inputs, ~(blamed_S & (drift_S > self.delta)))
@@ -139,11 +148,12 @@ class Outlier(CorrectionSection):
 
     @pydantic.model_validator(mode="after")
     def _has_a_band(self) -> Outlier:
+        """Refuse bounds between which no ratio lies."""
         refuse_crossed(self.kind, self.low, self.high)
         return self
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: 0 if any token of its sequence has a ρ outside the bounds, else 1."""
         rho_N = inputs.log_rho_N().exp()
         strange_N = ((rho_N < self.low) | (rho_N > self.high)).to(rho_N.dtype)
         return keep_sequences(inputs, inputs.sum_S(strange_N) == 0)
@@ -170,7 +180,8 @@ class TrustRegion(CorrectionSection):
         return super().columns() | {"versions"}
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: its ρ, or 0 if log ρ is outside the band, which is narrower for older
+        tokens."""
         log_rho_N = inputs.log_rho_N()
         ages_N = inputs.ages_N().clamp(min=0).to(log_rho_N.dtype)
         width_N = self.delta * (ages_N * math.log(self.decay)).exp()
@@ -198,7 +209,7 @@ class Age(CorrectionSection):
         return frozenset({"versions"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: γ to the power of its age, or 0 if it is older than ``max_age``."""
         ages_N = inputs.ages_N().clamp(min=0)
         weights_N = (ages_N.to(inputs.log_pi_N.dtype) * math.log(self.decay)).exp()
         return Factor(tokens_N=weights_N if self.max_age is None else weights_N.masked_fill(ages_N > self.max_age, 0.0))
@@ -223,7 +234,8 @@ class TopEntropy(CorrectionSection):
         return frozenset({"entropy", "selected"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens with the highest entropy."""
+        """Return the mask (N, bool) of the fraction of the batch's tokens with the highest entropy; tokens of equal
+        entropy are selected together."""
         assert whole.entropy_N is not None
         entropies = whole.entropy_N[whole.mask_N]
         if not len(entropies):
@@ -232,6 +244,6 @@ class TopEntropy(CorrectionSection):
         return whole.entropy_N >= least
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: 1 if :meth:`select` has selected it, else 0."""
         assert inputs.selected_NP is not None
         return Factor(tokens_N=inputs.selected_NP[:, 0].to(inputs.log_pi_N.dtype))

@@ -1,4 +1,5 @@
-"""The common base of the settings of corrections, and functions that several of them use."""
+"""The common base of the settings of corrections, and functions that several of them use. A correction gives a factor
+for each token, which multiplies its loss. ρ = π_old/μ, where μ is the policy that sampled. N tokens, S samples."""
 
 from __future__ import annotations
 
@@ -12,10 +13,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Level = Literal["token", "sequence", "geometric"]
+"""The ratio of a token: its own, the product over its sequence, or the geometric mean over its sequence."""
 
 
 class CorrectionSection(Section):
-    """The settings of a correction, with the defaults of one that reads log μ and log π_old."""
+    """The base class of the corrections: the settings of one, with the properties of the usual one, which reads log μ
+    and log π_old. The class attributes are those of :class:`headrace.algo.base.Correction`."""
 
     weighs: ClassVar[bool] = False
     corrects: ClassVar[bool] = True
@@ -26,12 +29,14 @@ class CorrectionSection(Section):
         return frozenset({"log_old", "log_mu"})
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens selected from the whole batch."""
+        """Return the mask (N, bool) of the tokens selected from the whole batch. Corrections that have ``"selected"``
+        among their columns define it; here it raises ``NotImplementedError``, since it is never called for others."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
 
 def refuse_crossed(kind: str, low: float, high: float) -> None:
-    """Raise :class:`ConfigError` for a band that contains no value."""
+    """Raise :class:`ConfigError` if the band from ``low`` to ``high`` of the correction named ``kind`` contains no
+    value."""
     if low >= high:
         raise ConfigError(
             f"correction {kind!r} has low={low} and high={high}: it keeps nothing", remedy="set low < high"
@@ -52,5 +57,6 @@ def log_rho_at(level: Level, inputs: LossInputs) -> Tensor:
 
 
 def keep_sequences(inputs: LossInputs, keep_S: Tensor) -> Factor:
-    """Return the factor 1 for every token of the kept samples, and 0 for the others."""
+    """Return the factor 1 for every token of the samples of which ``keep_S`` is true, and 0 for the tokens of the
+    others."""
     return Factor(tokens_N=keep_S.to(inputs.log_pi_N.dtype)[inputs.samples_N])

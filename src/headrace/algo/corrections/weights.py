@@ -1,4 +1,8 @@
-"""Corrections that multiply each token's loss by a truncated ratio."""
+"""Corrections that multiply each token's loss by a truncated ratio, without gradient.
+
+A correction is a record of settings (``[[algo.correction]]``) that is called with the columns of a micro-batch. π is
+the policy in training, μ the one that sampled, ρ = π_old/μ; ``log_rho_N`` is log ρ. N tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ class Tis(CorrectionSection):
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: its ratio ρ = π_old/μ, at most ``cap``."""
         return Factor(tokens_N=inputs.log_rho_N().exp().clamp(max=self.cap))
 
 
@@ -48,7 +52,8 @@ class SequenceTis(CorrectionSection):
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token, which is the same for a whole sequence: the product or the geometric mean
+        of its ratios ρ, at most ``cap``."""
         return Factor(tokens_N=log_rho_at(self.level, inputs).exp().clamp(max=self.cap))
 
 
@@ -70,7 +75,7 @@ class Decoupled(CorrectionSection):
     weighs: ClassVar[bool] = True
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token: its ratio ρ = π_old/μ, at most ``cap``."""
         return Factor(tokens_N=inputs.log_rho_N().exp().clamp(max=self.cap))
 
 
@@ -95,7 +100,8 @@ class Loglinear(CorrectionSection):
         return frozenset({"log_mu", "versions"})
 
     def __call__(self, inputs: LossInputs) -> Factor:
-        """Return the factor that multiplies the loss of every token."""
+        """Return the factor of every token, π_old/μ at most ``cap``, and the interpolated log π_old, which the loss
+        uses in place of the one in ``inputs``."""
         ages_N = inputs.ages_N().clamp(min=1).to(inputs.log_pi_N.dtype)
         step_N = (ages_N - 1) / ages_N * log_ratio(inputs.log_pi_N.detach(), inputs.log_mu_N)
         return Factor(tokens_N=step_N.exp().clamp(max=self.cap), log_old_N=inputs.log_mu_N + step_N)

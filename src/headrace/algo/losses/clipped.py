@@ -1,4 +1,9 @@
-"""Losses with PPO's clipped surrogate, over the ratio of each token or of a whole sequence."""
+"""Losses with PPO's clipped surrogate, over the ratio of each token or of a whole sequence.
+
+A loss is a record of settings (``[algo.loss]``) that is called with the columns of a micro-batch and gives one value
+per token, to be minimised; a reduction sums them later. π is the policy in training, r = π/π_old, A the advantage;
+``log_ratio_N()`` is log r. N tokens, S samples (sequences).
+"""
 
 from __future__ import annotations
 
@@ -29,7 +34,8 @@ class ClippedLoss(PolicyLoss):
     counts, so that a δ below 1 + ``clip_high`` only bounds A > 0; unset: no such bound."""
 
     def surrogate(self, ratio_N: Tensor, advantages_N: Tensor) -> TokenLoss:
-        """Return the clipped surrogate, and the tokens that get no gradient."""
+        """Return the clipped surrogate of every token, from its ratio ``ratio_N`` (of the token or of its sequence) and
+        its advantage, with the mask of the tokens that get no gradient because of a bound."""
         up_N, down_N = advantages_N > 0, advantages_N < 0
         low, high = 1 - self.clip_low, 1 + self.clip_high
         cap = math.inf if self.ratio_cap is None else self.ratio_cap
@@ -56,7 +62,7 @@ class Grpo(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
@@ -75,7 +81,8 @@ class Dapo(ClippedLoss):
     reduction: ClassVar[str] = "token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. DAPO differs
+        from GRPO by the upper bound and by the reduction."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
@@ -95,7 +102,8 @@ class DrGrpo(ClippedLoss):
     reduction: ClassVar[str] = "constant"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate of its ratio π/π_old and its advantage. Dr. GRPO
+        differs from GRPO by the reduction."""
         return self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
 
 
@@ -117,7 +125,8 @@ class Luspo(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_sum"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate of its sequence's ratio, the geometric mean of π/π_old
+        over the tokens in the mask, and its advantage."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N())
         return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
@@ -141,7 +150,8 @@ class Aspo(PolicyLoss):
     """c, the greatest weight of a token, inverted or not."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: for a positive advantage weighted by the inverse of its ratio, else by the
+        ratio, both bounded; with the mask of the tokens at a bound."""
         log_r_N, advantages_N = inputs.log_ratio_N(), inputs.advantages_N
         ratio_N, inverse_N = log_r_N.exp(), (-log_r_N.detach()).exp()
         above_N, below_N = ratio_N > 1 + self.clip_high, ratio_N < 1 - self.clip_low
@@ -170,7 +180,8 @@ class Gspo(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate of its sequence's ratio, the geometric mean of π/π_old
+        over the tokens in the mask, and its advantage."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N())
         return self.surrogate(log_s_S.exp()[inputs.samples_N], inputs.advantages_N)
 
@@ -193,7 +204,8 @@ class GspoToken(ClippedLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate with the value of its sequence's ratio and the gradient
+        of its own log π."""
         log_s_S = inputs.mean_S(inputs.log_ratio_N().detach())
         one_N = (inputs.log_pi_N - inputs.log_pi_N.detach()).exp()
         return self.surrogate(log_s_S.exp()[inputs.samples_N] * one_N, inputs.advantages_N)
@@ -216,7 +228,8 @@ class Gmpo(PolicyLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is the same for a whole sequence: the geometric mean of its clipped
+        token ratios times the mean advantage, negated; with the mask of the clipped tokens."""
         log_r_N = inputs.log_ratio_N()
         advantages_S = inputs.mean_S(inputs.advantages_N)
         up_N, down_N = (advantages_S > 0)[inputs.samples_N], (advantages_S < 0)[inputs.samples_N]

@@ -1,4 +1,4 @@
-"""A loss from the user's own file."""
+"""A loss from the user's own file: a function that gets the columns of a micro-batch and gives one value per token."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Formula = Callable[..., Any]
+"""The user's function: it is called with :class:`LossInputs` and its options."""
 
 
 class Custom(AnchoredLoss):
@@ -59,6 +60,7 @@ class Custom(AnchoredLoss):
     @pydantic.field_validator("needs", mode="before")
     @classmethod
     def _one_name_or_several(cls, needs: object) -> object:
+        """Return a single name as a tuple of one name, so that a run file may give either."""
         return (needs,) if isinstance(needs, str) else needs
 
     def formula_columns(self) -> frozenset[Column]:
@@ -67,8 +69,8 @@ class Custom(AnchoredLoss):
 
     @cached_property
     def formula(self) -> Formula:
-        """Return the function, after running its file. Raises :class:`ConfigError` for an invalid file, function or
-        option."""
+        """The user's function; its file is run at the first use. Raises :class:`ConfigError` for an invalid file,
+        function or option."""
         path, _, name = self.ref.rpartition(":")
         module = vars(load_file(Path(path)))
         known = [key for key, value in module.items() if callable(value) and not key.startswith("_")]
@@ -86,14 +88,16 @@ class Custom(AnchoredLoss):
         return found
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token. Raises :class:`DataError` if the function returns anything else."""
+        """Call the user's function with a micro-batch and the options, and return its loss of every token. Raises
+        :class:`DataError` if the function returns anything but one value per token or a ``TokenLoss``."""
         value = self.formula(inputs, **self.options)
         loss = value if isinstance(value, TokenLoss) else TokenLoss(tokens_N=value)
         self._refuse_other_shapes(loss.tokens_N, inputs.log_pi_N)
         return loss
 
     def _refuse_other_shapes(self, tokens_N: Tensor, log_pi_N: Tensor) -> None:
-        """Raise :class:`~headrace.base.errors.DataError` unless the user's loss has returned one value per token."""
+        """Raise :class:`~headrace.base.errors.DataError` unless ``tokens_N``, which the user's function has returned,
+        is a tensor with the shape of ``log_pi_N``: one value per token."""
         if not isinstance(tokens_N, type(log_pi_N)):
             problem = f"{self.ref} returned a {type(tokens_N).__name__}"
         elif tokens_N.shape != log_pi_N.shape:

@@ -3,7 +3,8 @@
 In each group exactly one sample is chosen (advantages above 0) and one rejected (below 0). Every token of a pair has
 the value of the pair, so that the reduction ``prompt_mean`` gives the mean over pairs.
 
-Shape legend: N tokens, S samples, G pairs.
+A loss is called with the columns of a micro-batch. π is the policy in training, π_ref a reference. Shape legend: N
+tokens, S samples, G pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """The samples of a micro-batch, paired by their groups."""
+    """The samples of a micro-batch, paired by their groups: each pair has one chosen and one rejected sample."""
 
     inputs: LossInputs
     answer_N: Tensor
@@ -53,20 +54,21 @@ class Pairs:
         return cls(inputs=inputs, answer_N=answer_N, pairs_S=pairs_S, num_pairs=len(groups), side_S=side_S)
 
     def sum_S(self, values_N: Tensor) -> Tensor:
-        """Return the sum of the values of each sample's answer."""
+        """Return for each sample the sum of ``values_N`` over the tokens of its answer."""
         kept_N = values_N.masked_fill(~self.answer_N, 0.0)
         return values_N.new_zeros(self.inputs.num_samples).index_add(0, self.inputs.samples_N, kept_N)
 
     def mean_S(self, values_N: Tensor) -> Tensor:
-        """Return the mean of the values of each sample's answer."""
+        """Return for each sample the mean of ``values_N`` over the tokens of its answer."""
         return self.sum_S(values_N) / self.sum_S(values_N.new_ones(values_N.shape)).clamp(min=1.0)
 
     def difference_G(self, values_S: Tensor) -> Tensor:
-        """Return the value of the chosen sample minus that of the rejected one."""
+        """Return for each pair the value of the chosen sample minus that of the rejected one."""
         return values_S.new_zeros(self.num_pairs).index_add(0, self.pairs_S, self.side_S * values_S)
 
     def loss(self, loss_G: Tensor, margin_G: Tensor) -> TokenLoss:
-        """Return the loss of every pair as that of its tokens, with the share of pairs whose margin is above 0."""
+        """Return the loss of every pair as the value of each of its tokens, with two metrics: the share of pairs whose
+        margin (chosen minus rejected) is above 0, and the mean margin."""
         accuracy = Ratio((margin_G.detach() > 0).sum(), float(self.num_pairs))
         margin = Ratio(margin_G.detach().sum(), float(self.num_pairs))
         return TokenLoss(
@@ -81,7 +83,7 @@ def minus_log_sigmoid(margin: Tensor) -> Tensor:
 
 
 class PairLoss(LossSection):
-    """The base of losses over pairs: the mean over pairs, by the reduction."""
+    """The base class of losses over pairs; their reduction gives the mean over pairs."""
 
     reduction: ClassVar[str] = "prompt_mean"
 
@@ -108,7 +110,8 @@ class IdentityPo(PairLoss):
         return frozenset({"log_ref", "pairs"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is that of its pair: the square of the difference of the mean
+        log-ratios less 1/(2β)."""
         assert inputs.log_ref_N is not None
         pairs = Pairs.of(inputs)
         margin_G = pairs.difference_G(pairs.mean_S(inputs.log_pi_N - inputs.log_ref_N))
@@ -131,7 +134,8 @@ class SimPo(PairLoss):
     """γ, the margin by which the chosen answer should win."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is that of its pair: −log σ of the scaled difference of the mean log π,
+        less the margin γ."""
         pairs = Pairs.of(inputs)
         margin_G = self.beta * pairs.difference_G(pairs.mean_S(inputs.log_pi_N))
         return pairs.loss(minus_log_sigmoid(margin_G - self.gamma), margin_G)
@@ -153,7 +157,8 @@ class Orpo(PairLoss):
     """λ, the weight of the odds."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is that of its pair: the negative log-likelihood of the chosen sample
+        plus λ times the loss of the odds ratio."""
         pairs = Pairs.of(inputs)
         log_p_S = pairs.mean_S(inputs.log_pi_N)
         # 1 − P is taken of the exact P; the bound keeps the odds of a certain answer finite
@@ -189,7 +194,8 @@ class Kto(LossSection):
         return frozenset({"log_ref", "baseline"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is that of its sample: a weighted sigmoid of its log-ratio to the
+        reference less the batch's divergence; with metrics of the rewards of good and bad answers."""
         assert inputs.log_ref_N is not None
         assert inputs.baseline is not None
         side_S = inputs.mean_S(inputs.advantages_N).sign()

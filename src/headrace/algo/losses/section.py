@@ -1,4 +1,8 @@
-"""The common base of the settings of losses: defaults of the contract, the KL and entropy terms, the anchor."""
+"""The common base of the settings of losses: defaults of the contract, the KL and entropy terms, the anchor.
+
+A loss is called with the columns of a micro-batch and gives one value per token. π is the policy in training, μ the one
+that sampled, π_ref a reference; the *anchor* is the policy in the denominator of a loss's ratio, π_old or μ.
+"""
 
 from __future__ import annotations
 
@@ -27,24 +31,27 @@ def refuse_idle(section: Section, key: str, needed: str) -> None:
 
 
 class LossSection(Section):
-    """The settings of a loss, with the defaults of one that corrects nothing and adds no penalty."""
+    """The base class of the losses: the settings of one, with the properties of a loss that reads only log π, corrects
+    nothing and adds no penalty. ``reduction`` is the kind of the reduction that is used unless another one is set."""
 
     reduction: ClassVar[str] = "token_mean"
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns that the loss reads beyond those that every batch has."""
+        """Return the columns that the loss reads beyond those that every batch has; none here."""
         return frozenset()
 
     def corrects(self) -> bool:
-        """Return whether the loss's own ratio is taken against μ."""
+        """Return whether the loss's own ratio is taken against μ, the policy that sampled, so that it needs no
+        correction; ``False`` here."""
         return False
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens selected from the whole batch."""
+        """Return the mask (N, bool) of the tokens selected from the whole batch. Losses that have ``"selected"`` among
+        their columns define it; here it raises ``NotImplementedError``, since it is never called for others."""
         raise NotImplementedError(f"{type(self).__name__} selects no tokens")
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """Return the penalty that is added to every token's value after correction."""
+        """Return the penalty that is added to every token's value after correction; ``None``: this loss has none."""
         return None
 
 
@@ -71,11 +78,13 @@ class PolicyLoss(LossSection):
         return self
 
     def formula_columns(self) -> frozenset[Column]:
-        """Return the columns that the formula reads, without those of the two terms."""
+        """Return the columns that the formula itself reads, without those of the KL penalty and the entropy bonus; log
+        π_old here."""
         return frozenset({"log_old"})
 
     def columns(self) -> frozenset[Column]:
-        """Return the columns of the formula and of the terms that are switched on."""
+        """Return the columns of the formula, and of the KL penalty and the entropy bonus as far as they are switched
+        on."""
         columns = set(self.formula_columns())
         if self.kl_coef > 0:
             columns |= {"log_ref", "log_old"} if self.unbiased_kl else {"log_ref"}
@@ -84,7 +93,8 @@ class PolicyLoss(LossSection):
         return frozenset(columns)
 
     def penalty(self, inputs: LossInputs) -> TokenLoss | None:
-        """Return kl_coef · KL(π‖π_ref) − entropy_coef · H(π), per token."""
+        """Return kl_coef · KL(π‖π_ref) − entropy_coef · H(π) of every token, with the metric ``kl_ref``; ``None`` if
+        both coefficients are 0."""
         terms: list[Tensor] = []
         metrics: dict[str, Ratio] = {}
         count = inputs.mask_N.sum()
@@ -111,9 +121,9 @@ class AnchoredLoss(PolicyLoss):
     ``"mu"``: r = π/μ, which needs no correction."""
 
     def formula_columns(self) -> frozenset[Column]:
-        """Return the column of the anchor."""
+        """Return the column of the policy in the denominator of the ratio: log π_old or log μ."""
         return frozenset({"log_old"}) if self.anchor == "old" else frozenset({"log_mu"})
 
     def corrects(self) -> bool:
-        """Return whether the anchor is μ."""
+        """Return whether the ratio is taken against μ, which needs no correction."""
         return self.anchor == "mu"

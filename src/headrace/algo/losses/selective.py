@@ -1,4 +1,8 @@
-"""Losses that select tokens by statistics of the whole batch."""
+"""Losses that select tokens by statistics of the whole batch.
+
+``select`` is called once with the whole batch; each micro-batch then has the selected tokens in ``selected_NP``. A loss
+gives one value per token, to be minimised. r = π/π_old (or π/μ), A is the advantage. N tokens, P parts that select.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,8 @@ class M2po(AnchoredLoss):
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens that are kept."""
+        """Return the mask (N, bool) of the tokens that are kept: those with the smallest (log r)², as many as keep the
+        mean of (log r)² at most ``threshold``."""
         square_N = whole.log_ratio_N(self.anchor).square()
         ranked = square_N[whole.mask_N].sort().values
         means = ranked.cumsum(0) / ranked.new_ones(len(ranked)).cumsum(0)
@@ -46,7 +51,7 @@ class M2po(AnchoredLoss):
         return square_N <= allowed[-1] if len(allowed) else whole.mask_N.new_zeros(len(square_N))
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −r·A for the tokens that :meth:`select` kept, 0 for the others."""
         assert inputs.selected_NP is not None
         keep_N = inputs.selected_NP[:, 0]
         tokens_N = -inputs.log_ratio_N(self.anchor).exp() * inputs.advantages_N
@@ -89,11 +94,13 @@ class ClipCov(ClippedLoss):
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens with the largest covariance."""
+        """Return the mask (N, bool) of the tokens with the largest covariance of advantage and log π, which get no
+        gradient."""
         return largest_covariance(whole, self.fraction)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the clipped surrogate, but 0 for the tokens that :meth:`select` has
+        selected."""
         assert inputs.selected_NP is not None
         chosen_N = inputs.selected_NP[:, 0]
         clipped = self.surrogate(inputs.log_ratio_N().exp(), inputs.advantages_N)
@@ -122,11 +129,12 @@ class KlCov(PolicyLoss):
         return super().formula_columns() | {"selected"}
 
     def select(self, whole: LossInputs) -> Tensor:
-        """Return the mask of the tokens with the largest covariance."""
+        """Return the mask (N, bool) of the tokens with the largest covariance of advantage and log π, which get the
+        penalty."""
         return largest_covariance(whole, self.fraction)
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −r·A, plus β·|log r| for the tokens that :meth:`select` has selected."""
         assert inputs.selected_NP is not None
         log_r_N = inputs.log_ratio_N()
         pull_N = self.beta * log_r_N.abs().masked_fill(~inputs.selected_NP[:, 0], 0.0)

@@ -1,4 +1,8 @@
-"""Losses without a reward: likelihood, preference, and the divergence from a teacher or a reference."""
+"""Losses without a reward: likelihood, preference, and the divergence from a teacher ν or a reference π_ref.
+
+A loss is called with the columns of a micro-batch and gives one value per token, to be minimised. π is the policy in
+training. N tokens, S samples, G groups (pairs), K likeliest entries of the teacher.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ class Ce(LossSection):
     """The name that selects this loss."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π."""
         return TokenLoss(tokens_N=-inputs.log_pi_N)
 
 
@@ -52,7 +56,8 @@ class Dpo(LossSection):
         return frozenset({"log_ref", "pairs"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token, which is that of its pair: −log σ of β times the difference of the log-ratios
+        to the reference; with the share of pairs that are right, and of those that lack a side."""
         assert inputs.log_ref_N is not None
         assert inputs.groups_S is not None
         groups, pairs_S = inputs.groups_S.unique(return_inverse=True)
@@ -70,8 +75,10 @@ class Dpo(LossSection):
 
 
 def _whole(side_S: Tensor, empty_S: Tensor, pairs_S: Tensor) -> Tensor:
-    """Return which groups have one chosen and one rejected sample. Raises :class:`DataError` for an invalid group
-    without an empty sample."""
+    """Return for each group whether it has exactly one chosen (+1) and one rejected (−1) sample. ``side_S`` is the side
+    of each sample, 0 for none; ``empty_S`` is true for samples without a token with loss; ``pairs_S`` is the group of
+    each sample. Raises :class:`DataError` for any other group, unless it lacks a side because a sample of it is
+    empty."""
     num_groups = int(pairs_S.max()) + 1 if len(pairs_S) else 0
     count_G, balance_G, empty_G = (
         side_S.new_zeros(num_groups).index_add(0, pairs_S, values_S.to(side_S.dtype))
@@ -105,6 +112,7 @@ class Distill(LossSection):
 
     @pydantic.model_validator(mode="after")
     def _mixture_is_used(self) -> Distill:
+        """Refuse a ``beta`` that has no effect, because the divergence is not ``jsd``."""
         if self.divergence != "jsd":
             refuse_idle(self, "beta", 'divergence = "jsd"')
         return self
@@ -114,7 +122,8 @@ class Distill(LossSection):
         return frozenset({"top_k"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the divergence of π from the teacher over the teacher's K likeliest entries
+        and the rest."""
         assert inputs.log_pi_NK is not None
         assert inputs.log_nu_NK is not None
         log_pi_NK, log_nu_NK = with_tail(inputs.log_pi_NK), with_tail(inputs.log_nu_NK)
@@ -130,8 +139,8 @@ class Distill(LossSection):
 
 
 def with_tail(log_p_NK: Tensor) -> Tensor:
-    """Return the log-probabilities with that of all other entries as one more; none below e⁻⁶⁰, the last not below
-    1e-7."""
+    """Return the log-probabilities of K entries with one more column, that of all other entries together. They are
+    bounded, so that they stay finite: none of the K is below e⁻⁶⁰, and the probability of the rest is at least 1e-7."""
     mass_N = log_p_NK.exp().sum(dim=1, keepdim=True).clamp(max=1 - 1e-7)
     tail_N = (-mass_N).log1p()
     wide = log_p_NK.new_empty((log_p_NK.shape[0], log_p_NK.shape[1] + 1))
@@ -140,7 +149,7 @@ def with_tail(log_p_NK: Tensor) -> Tensor:
 
 
 def kl_over(log_p_NK: Tensor, log_q_NK: Tensor) -> Tensor:
-    """Return KL(p‖q) of every row."""
+    """Return KL(p‖q) of every row, from the log-probabilities of the entries."""
     return (log_p_NK.exp() * (log_p_NK - log_q_NK)).sum(dim=1)
 
 
@@ -164,7 +173,7 @@ class RefKl(LossSection):
         return frozenset({"log_ref", "log_old"}) if self.unbiased_kl else frozenset({"log_ref"})
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: the estimate of KL(π‖π_ref), times π/π_old with ``unbiased_kl``."""
         assert inputs.log_ref_N is not None
         tokens_N = estimate(self.kl, inputs.log_pi_N, inputs.log_ref_N)
         return TokenLoss(tokens_N=inputs.log_ratio_N().exp() * tokens_N if self.unbiased_kl else tokens_N)

@@ -1,4 +1,9 @@
-"""Losses that multiply log π by a weight, or add a penalty on the ratio, instead of clipping a surrogate."""
+"""Losses that multiply log π by a weight, or add a penalty on the ratio, instead of clipping a surrogate.
+
+A loss is a record of settings (``[algo.loss]``) that is called with the columns of a micro-batch and gives one value
+per token, to be minimised. π is the policy in training, μ the one that sampled, A the advantage; r is π/π_old or π/μ,
+as ``anchor`` says, and ``log_ratio_N(anchor)`` is log r. N tokens, S samples (sequences).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,8 @@ class Reinforce(AnchoredLoss):
     """C, the greatest weight of a token."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π weighted by its advantage and its truncated ratio, which carries no
+        gradient; with the mask of the truncated tokens."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         weights_N = ratio_N.clamp(max=self.ratio_cap)
         return TokenLoss(
@@ -56,12 +62,14 @@ class Cispo(AnchoredLoss):
 
     @pydantic.model_validator(mode="after")
     def _lower_bound_acts(self) -> Cispo:
+        """Refuse a ``clip_low`` that has no effect, because ``two_sided`` is not set."""
         if not self.two_sided:
             refuse_idle(self, "clip_low", "two_sided = true")
         return self
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π weighted by its advantage and its clipped ratio, which carries no
+        gradient; with the mask of the clipped tokens."""
         ratio_N = inputs.log_ratio_N(self.anchor).detach().exp()
         low = 1 - self.clip_low if self.two_sided else 0.0
         weights_N = ratio_N.clamp(low, 1 + self.clip_high)
@@ -82,7 +90,8 @@ class Topr(AnchoredLoss):
     """The policy in the denominator of r: π_old (``"old"``) or μ (``"mu"``)."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π weighted by its advantage and, where that is not positive, by the
+        ratio of the whole sequence, at most 1, without gradient."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach())
         taper_N = log_w_S.clamp(-20.0, 0.0).exp()[inputs.samples_N]
         weights_N = taper_N.masked_fill(inputs.advantages_N > 0, 1.0)
@@ -106,7 +115,7 @@ class Sapo(PolicyLoss):
     reduction: ClassVar[str] = "sequence_mean_token_mean"
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: minus its advantage times a smooth gate of its ratio π/π_old."""
         tau_N = inputs.advantages_N.new_full((), self.tau_pos).where(inputs.advantages_N > 0, self.tau_neg)
         gate_N = (tau_N * (inputs.log_ratio_N().exp() - 1)).sigmoid() * 4 / tau_N
         return TokenLoss(tokens_N=-gate_N * inputs.advantages_N)
@@ -134,7 +143,8 @@ class Vespo(AnchoredLoss):
     """λ where A < 0."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π weighted by its advantage and a smooth function of its sequence's
+        ratio, without gradient."""
         log_w_S = inputs.sum_S(inputs.log_ratio_N(self.anchor).detach()).clamp(-20.0, 20.0)
         log_w_N = log_w_S[inputs.samples_N]
         up_N = inputs.advantages_N >= 0
@@ -157,7 +167,7 @@ class Kimi(PolicyLoss):
     """τ, the weight of the square."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −A·log π plus the weighted square of log π/π_old."""
         return TokenLoss(tokens_N=-inputs.advantages_N * inputs.log_pi_N + self.tau / 2 * inputs.log_ratio_N().square())
 
 
@@ -175,7 +185,7 @@ class Dro(PolicyLoss):
     """β, the weight of the square."""
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −A·log π plus the weighted square of log π/π_old."""
         pull_N = self.beta / 2 * inputs.log_ratio_N().square()
         return TokenLoss(tokens_N=pull_N - inputs.advantages_N * inputs.log_pi_N)
 
@@ -208,7 +218,9 @@ class Dppo(AnchoredLoss):
         return super().formula_columns() | {"log_mu"}
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −log π weighted by its advantage and its ratio, 0 where its probability has
+        moved from μ by more than δ in the direction of the advantage; plus the weighted square of log π/μ. The mask
+        marks the tokens whose first part is 0."""
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         up_N, down_N = inputs.advantages_N > 0, inputs.advantages_N < 0
         cut_N = (up_N & (moved_N > self.delta)) | (down_N & (moved_N < -self.delta))
@@ -245,7 +257,8 @@ class Ipo(PolicyLoss):
         return True
 
     def __call__(self, inputs: LossInputs) -> TokenLoss:
-        """Return the loss of every token."""
+        """Return the loss of every token: −A·π/μ, 0 where its probability has moved from μ by more than δ, plus the
+        weighted square of log π/μ; with the mask of the tokens whose first part is 0."""
         log_r_N = inputs.log_ratio_N("mu")
         moved_N = inputs.log_pi_N.detach().exp() - inputs.log_mu_N.exp()
         cut_N = moved_N.abs() > self.delta

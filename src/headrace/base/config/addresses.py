@@ -25,7 +25,7 @@ _SECRET_PARAMETER = re.compile(
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether ``host`` names this machine only.
+    """Return whether ``host``, a name or an IP address without a port, can be reached from this machine only.
 
     >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
     [True, True, True, False, False]
@@ -64,7 +64,7 @@ def host_of(header: str) -> str:
 
 
 def secret_in(url: str) -> str:
-    """Return the kind of secret that a URL contains, in words, or "" if none is recognised. Three things are secrets: a
+    """Return a description of the secret that a URL contains, or "" if none is recognised. Three things are secrets: a
     password; the user name of a web address, which may be a token; and a query parameter whose name says that it is a
     key. The user name of any other address is not a secret.
 
@@ -90,8 +90,9 @@ def secret_in(url: str) -> str:
 def refuse_secret(
     setting: str, url: str, remedy: str, *, reason: str = "the settings of a run stand in its files"
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the URL in the setting ``setting`` contains a secret.
-    ``remedy`` says where the secret belongs. The error does not show the URL."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the URL in the setting named ``setting`` contains a secret.
+    ``remedy`` says where the secret belongs, and ``reason`` why it must not be there: both become parts of the message,
+    which does not show the URL."""
     if held := secret_in(url):
         raise ConfigError(
             f"{setting} holds {held}, and {reason}",

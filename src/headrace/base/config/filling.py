@@ -8,8 +8,9 @@ from headrace.base.errors import ConfigError
 
 
 def template_fields(template: str, setting: str, known: str) -> set[str]:
-    """Return the names in braces of ``template``. Raises :class:`~headrace.base.errors.ConfigError` for a name that is
-    not a plain identifier. ``known`` lists the names that are always available, for the error message.
+    """Return the names that stand in braces in ``template``. Raises :class:`~headrace.base.errors.ConfigError` for a
+    name that is not a plain identifier. Two arguments are for the error message only: ``setting`` says whose template
+    it is, and ``known`` lists the names that are always available.
 
     >>> sorted(template_fields("{prompt} is {answer}, {{}}", "a prompt", "{prompt}"))
     ['answer', 'prompt']

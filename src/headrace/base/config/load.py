@@ -5,10 +5,12 @@ An error describes in words what a setting accepts.
 
 from __future__ import annotations
 
+import json
 import re
 import tomllib
 import types
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
@@ -30,8 +32,8 @@ C = TypeVar("C", bound=Section)
 
 
 def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
-    """Return the tree of a TOML file. ``what`` describes the file in errors. Raises :class:`ConfigError`, which
-    names file, line and reason."""
+    """Return the content of a TOML file as nested dictionaries. ``what`` describes the file in errors. Raises
+    :class:`ConfigError`, which names file, line and reason."""
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -43,42 +45,59 @@ def load_toml(path: Path, what: str = "run file") -> dict[str, Any]:
 
 
 def parse_override(text: str) -> dict[str, Any]:
-    """Return ``"learner.lr=1e-6"`` as a tree. The value is read as TOML, or as a string if it is not TOML.
+    """Return the text of a ``--set`` option, such as ``"learner.lr=1e-6"``, as nested dictionaries. The value is read
+    as TOML; a list or a table also as JSON; anything else is text. Raises :class:`ConfigError` if there is no ``=`` or
+    no key.
 
     >>> parse_override("learner.lr=1e-6"), parse_override("data.path=rows.jsonl")
     ({'learner': {'lr': 1e-06}}, {'data': {'path': 'rows.jsonl'}})
+    >>> parse_override('algo.loss={"kind": "gspo"}')
+    {'algo': {'loss': {'kind': 'gspo'}}}
     """
     key, equals, value = text.partition("=")
     if not equals or not key.strip():
         raise ConfigError(f"--set {text!r} has no '='", remedy="write --set section.key=value")
-    try:
-        read = tomllib.loads(f"value = {value}")
-        parsed = read["value"] if len(read) == 1 else value
-    except tomllib.TOMLDecodeError:
-        parsed = value.strip()
-    tree: Any = parsed
+    tree: Any = _read_value(value)
     for part in reversed(key.strip().split(".")):
         tree = {part: tree}
     return dict(tree)
 
 
+def _read_value(value: str) -> Any:
+    """Return the value of an override, which the text ``value`` denotes: TOML, a JSON list or table, or else the text
+    itself."""
+    try:
+        read = tomllib.loads(f"value = {value}")
+    except tomllib.TOMLDecodeError:
+        pass
+    else:
+        # more than one key: the text holds a line break and further assignments, and is taken as text
+        return read["value"] if len(read) == 1 else value
+    if value.strip().startswith(("[", "{")):
+        with suppress(json.JSONDecodeError):
+            return json.loads(value)
+    return value.strip()
+
+
 def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: bool = False) -> dict[str, Any]:
-    """Return ``base`` with each override merged into it, table by table. With ``whole_kinds``, a table replaces the one
-    below if their ``kind`` differs, since the settings of one kind mean nothing to another. A table without a ``kind``
-    keeps the kind that the value below names.
+    """Return ``base`` with each override merged into it, table by table; a later override wins. A text is the ``kind``
+    of the table that is merged into it.
+
+    With ``whole_kinds``, a table of the override replaces the table of ``base`` as a whole if their ``kind`` differs,
+    since the settings of one kind mean nothing to another.
 
     >>> merge({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}})
     {'a': {'x': 1, 'y': 3}}
     >>> merge({"a": {"kind": "k", "y": 2}}, {"a": {"kind": "other"}}, whole_kinds=True)
     {'a': {'kind': 'other'}}
-    >>> merge({"a": "k"}, {"a": {"y": 2}}, whole_kinds=True)
+    >>> merge({"a": "k"}, {"a": {"y": 2}})
     {'a': {'kind': 'k', 'y': 2}}
     """
     merged = dict(base)
     for override in overrides:
         for key, value in override.items():
             here = merged.get(key)
-            if whole_kinds and isinstance(here, str) and isinstance(value, Mapping):
+            if isinstance(here, str) and isinstance(value, Mapping):
                 here = {"kind": here}
             if not (isinstance(here, Mapping) and isinstance(value, Mapping)):
                 merged[key] = value
@@ -90,7 +109,8 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
 
 
 def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
-    """Return every value of a tree by its dotted name. ``above`` is the prefix of these names.
+    """Return every value of nested dictionaries that is not itself a dictionary, by its dotted name. ``above`` is put
+    before these names.
 
     >>> leaves({"flow": {"lead": 1, "policy": {"kind": "bounded"}}})
     {'flow.lead': 1, 'flow.policy.kind': 'bounded'}
@@ -102,10 +122,10 @@ def leaves(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
 
 
 def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
-    """Return ``tree`` as a record of the section ``kind``. Raises :class:`ConfigError`, which lists every invalid key
-    with its value, the reason and a remedy.
+    """Return ``tree``, a table of a run file, as a record of the section class ``kind``. Raises :class:`ConfigError`,
+    which lists every invalid key with its value, the reason and a remedy.
 
-    ``above`` is the dotted name of the table that contains ``tree``; empty for a whole run file.
+    ``above`` is the dotted name of ``tree`` within the run file, for error messages; empty for a whole run file.
     """
     try:
         record = kind.model_validate(tree)
@@ -119,8 +139,9 @@ def validate(kind: type[C], tree: Mapping[str, Any], above: str = "") -> C:
 
 
 def _refuse_secrets(value: Any, name: str) -> None:
-    """Refuse a URL that contains a secret in a setting whose section does not check it itself. A text with spaces is
-    not a URL."""
+    """Raise :class:`ConfigError` if ``value``, or a value below it, is a URL that contains a secret. ``name`` is its
+    dotted name. This protects settings whose section does not check for secrets itself. A text with spaces is not a
+    URL."""
     if isinstance(value, Mapping):
         for key, below in value.items():
             _refuse_secrets(below, f"{name}.{key}" if name else str(key))
@@ -132,7 +153,8 @@ def _refuse_secrets(value: Any, name: str) -> None:
 
 
 def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str, str]:
-    """Return the problem and the remedy for one of pydantic's errors, in terms of the run file."""
+    """Return the problem and the remedy for one of pydantic's errors, in terms of the run file. ``kind`` is the section
+    that was validated, ``table`` its dotted name."""
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
@@ -157,8 +179,7 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
         case "unknown_name":
             return f"{name}={value!r} does not exist", detail["ctx"]["remedy"]
         case "union_tag_not_found":
-            kinds = sorted({str(model.model_fields["kind"].default) for model in place.models})
-            return f"{name} does not say its kind", f"set {name}.kind to one of {', '.join(kinds)}"
+            return f"{name} does not say its kind", _name_a_kind(place, above, str(detail["loc"][-1]))
         case "model_type" | "model_attributes_type":
             return f"{name}={value!r} is not a table of settings", f"write [{name}] and its settings below"
         case "string_type":
@@ -168,18 +189,33 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _KeyLocation:
+    """A place in a run file that an error of validation refers to."""
+
     name: str
     """The dotted name, as a run file writes it."""
     models: list[type[pydantic.BaseModel]]
-    """The sections that the key can hold."""
+    """The sections that the key can hold; empty for a plain value."""
     form: Any
-    """The annotation of the key."""
+    """The type annotation of the key."""
+
+
+def _name_a_kind(place: _KeyLocation, above: _KeyLocation, key: str) -> str:
+    """Return the remedy for a table at ``place`` that lacks ``kind``. ``key`` is the name of this table in the section
+    at ``above``, whose default, if it has one, gives the suggested kind. All other kinds are listed."""
+    kinds = ", ".join(sorted({str(model.model_fields["kind"].default) for model in place.models}))
+    defaults = [model.model_fields[key].default for model in above.models if key in model.model_fields]
+    usual = next((dict(default)["kind"] for default in defaults if isinstance(default, Section)), None)
+    of_all = f"{place.name}.kind to one of {kinds}"
+    return f"set {place.name}.kind = {usual!r} too, which is the default, or {of_all}" if usual else f"set {of_all}"
 
 
 def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) -> _KeyLocation:
-    """Return the setting that the location of an error refers to. A location also contains tags of unions, which
-    choose among the sections, and names of a union's alternatives, which do not. Neither is part of the setting's
-    name."""
+    """Return the place in the run file that ``location``, pydantic's path of an error in the section ``kind``, refers
+    to. ``table`` is the dotted name of that section.
+
+    A location also contains tags of unions, which choose among the sections, and names of a union's alternatives, which
+    do not. Neither is part of the setting's name.
+    """
     name, form = table, cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
@@ -201,30 +237,35 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
 
 
 def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+    """Return the values that the field ``kind`` of a section may have; empty if it has no such field."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _form(field: FieldInfo) -> Any:
-    """Return the annotation of a setting, with the registry that annotates it if there is one."""
+    """Return the type annotation of a setting, together with its :class:`Kinds` registry if it is annotated with
+    one."""
     notes = [note for note in field.metadata if isinstance(note, Kinds)]
     return Annotated[field.annotation, notes[0]] if notes else field.annotation
 
 
 def _unique(lines: Iterable[str]) -> list[str]:
+    """Return ``lines`` without repetitions, in order of first occurrence."""
     return list(dict.fromkeys(lines))
 
 
 _KINDS: dict[Any, str] = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+"""The description of each plain type in error messages."""
 
 
 def is_choice(form: Any) -> bool:
-    """Return whether a setting with this annotation accepts several alternatives of which none is a section."""
+    """Return whether a setting with the type annotation ``form`` accepts several alternatives (``None`` not counted),
+    none of which is a section."""
     forms = [part for part in get_args(form) if part is not types.NoneType]
     return get_origin(form) in (Union, types.UnionType) and len(forms) > 1 and not any(map(_is_section, forms))
 
 
 def allowed(form: Any) -> str:
-    """Return a description of the values that a setting with this annotation accepts.
+    """Return a description of the values that a setting with the type annotation ``form`` accepts, for error messages.
 
     >>> allowed(pydantic.NonNegativeInt | Literal["auto"] | None)
     "an integer >= 0 or 'auto'"
@@ -248,13 +289,15 @@ def allowed(form: Any) -> str:
 
 
 def _is_section(form: Any) -> bool:
+    """Return whether the type annotation ``form`` is a section of settings."""
     if get_origin(form) is Annotated:
         return _is_section(get_args(form)[0])
     return isinstance(form, type) and issubclass(form, pydantic.BaseModel)
 
 
 def _bounds(note: Any) -> list[str]:
-    """Return the limits of a number that an annotation's metadata gives, such as ``>= 0``."""
+    """Return the limits of a number that ``note``, one piece of an annotation's metadata, gives, such as ``>= 0``;
+    empty for any other metadata."""
     match note:
         case FieldInfo():
             return [bound for each in note.metadata for bound in _bounds(each)]

@@ -1,4 +1,4 @@
-"""The base of every section of a run file."""
+"""The base class of every section of a run file. A section is the record of one table of settings."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ class Section(pydantic.BaseModel):
     # not use_attribute_docstrings: it parses the source of every section in every process that imports one
     model_config = pydantic.ConfigDict(extra="forbid", frozen=True, validate_default=True, allow_inf_nan=False)
     former_keys: ClassVar[Mapping[str, str]] = {}
-    """Keys of a whole run file that were renamed: the former dotted name and the name of today."""
+    """Settings that were renamed, for error messages: the former dotted name and the present one. Only the section of a
+    whole run file has some."""
 
 
 def descriptions(kind: type[Section]) -> dict[str, str]:
-    """Return the docstring of each setting of ``kind`` that has one, the inherited ones included, from the source."""
+    """Return the docstring of each setting of the section ``kind`` by the setting's name, inherited ones included. They
+    are read from the source; a setting without a docstring is left out."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         if issubclass(each, Section) and each is not Section:

@@ -8,15 +8,16 @@ from headrace.base.errors import ConfigError
 
 
 def refuse_incomplete_tls(section: str, certificate: str, key: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if ``section`` names only one of the two PEM files."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if only one of ``certificate`` and ``key``, the paths of two PEM
+    files in the settings of ``section``, is given. An empty path means that the file is not given."""
     if bool(certificate) != bool(key):
         there, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
         raise ConfigError(f"{section}.{there} is set, {section}.{missing} is not", remedy="give both files, or none")
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:
-    """Return the TLS context of a server. Raises :class:`~headrace.base.errors.ConfigError` if the files cannot be
-    used."""
+    """Return the TLS context of a server. ``certificate`` and ``key`` are paths of PEM files. Raises
+    :class:`~headrace.base.errors.ConfigError` if they cannot be used."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
         context.load_cert_chain(certificate, key, password="")  # a password of "" stops a prompt
@@ -29,8 +30,9 @@ def server_context(certificate: str, key: str) -> ssl.SSLContext:
     return context
 
 
-def only(certificate: str) -> ssl.SSLContext:
-    """Return the TLS context of a client that trusts this certificate and no other, at whatever address the server has.
+def client_context(certificate: str) -> ssl.SSLContext:
+    """Return the TLS context of a client that trusts only the certificate in the PEM file ``certificate``, at any
+    address of the server.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the file cannot be used.
     """

@@ -17,19 +17,21 @@ from headrace.base.errors import ConfigError
 
 
 class _Source(importlib.machinery.SourceFileLoader):
-    """A loader that always compiles the source: cached bytecode is invalidated by whole seconds only, and could be
-    stale."""
+    """A loader of a module that always compiles the source. Cached bytecode could be stale: Python compares the file's
+    time in whole seconds only."""
 
     def get_code(self, fullname: str) -> CodeType:
+        """Return the code of the module, compiled from its source file without the bytecode cache."""
         code: CodeType = self.source_to_code(self.get_data(self.path), self.path)
         return code
 
 
 def load_file(path: Path) -> ModuleType:
-    """Import the file ``path`` and return the module. The file runs once, and again after it has changed.
+    """Import the Python file ``path`` and return the module. The file runs once per process, and once more after it has
+    changed.
 
-    The file's folder is added to ``sys.path``, so that it can import its neighbours. The module is in
-    ``sys.modules``, as dataclasses and pickle need. Raises :class:`ConfigError` with file and line for any failure.
+    The file's folder is added to ``sys.path``, so that it can import its neighbours. The module is in ``sys.modules``,
+    as dataclasses and pickle need. Raises :class:`ConfigError` with file and line for any failure.
     """
     try:
         state = path.stat()
@@ -40,8 +42,8 @@ def load_file(path: Path) -> ModuleType:
 
 @cache
 def _load(path: Path, state: tuple[int, int]) -> ModuleType:
-    """Import the file ``path``. ``state`` is the cache key: modification time and size tell one content from the
-    next."""
+    """Import the file ``path`` and return the module. ``state``, the modification time in nanoseconds and the size in
+    bytes, is part of the cache key, so that a changed file is imported again."""
     name = f"headrace_user_{path.stem}_{zlib.crc32(bytes(path)):08x}"
     loader = _Source(name, str(path))
     spec = importlib.util.spec_from_file_location(name, path, loader=loader)
@@ -59,8 +61,9 @@ def _load(path: Path, state: tuple[int, int]) -> ModuleType:
 
 
 def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
-    """Split ``file.py:name`` into path and name. The file is parsed to check the name, and its code is not run.
-    Raises :class:`ConfigError`, which names ``setting``."""
+    """Split ``reference``, in the form ``file.py:name``, into the path and the name, and check that the file defines
+    the name. The file is parsed, but not run. Raises :class:`ConfigError`, which names ``setting``, the setting whose
+    value is ``reference``."""
     file, colon, name = reference.rpartition(":")
     if not colon or not name.isidentifier():
         raise ConfigError(
@@ -92,7 +95,7 @@ def find_in_file(reference: str, setting: str) -> tuple[Path, str]:
 
 
 def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a file defines or imports at its top level."""
+    """Return the names that a parsed file defines or imports at its top level."""
     names: set[str] = set()
     for node in tree.body:
         match node:
@@ -116,18 +119,18 @@ _PLAIN = (
     ast.Constant, ast.Name, ast.Attribute, ast.List, ast.Tuple, ast.Set, ast.Dict, ast.UnaryOp, ast.BinOp,
     ast.unaryop, ast.operator, ast.expr_context,
 )  # fmt: skip
-"""The parts of a value that is computed without a call."""
+"""The kinds of syntax nodes in a plain value: one that is computed without a call."""
 
 
 def refuse_missing_imports(path: Path, setting: str) -> None:
     """Raise :class:`ConfigError` for the first module that the file ``path`` imports and this Python does not have,
     before the file runs. ``setting`` is the setting that names the file.
 
-    Only what is certain is refused. The top level of the file is read, and of the files beside it that it imports, up
-    to the first statement that could change where modules are found. Read past are imports of the standard library, of
-    a few well-known packages (:data:`_HARMLESS`) and of files beside that were read to their end, functions without
-    decorators, and names that are set to plain values. Any other import is the last one that is looked at, since a
-    package may add a folder or a finder when it is imported.
+    Only an import that must certainly fail is refused. The check reads the top level of the file, and of the files
+    beside it that it imports, and stops at the first statement that could change where Python finds modules. Harmless,
+    and so passed over, are imports of the standard library, of a few well-known packages (:data:`_HARMLESS`) and of
+    files beside it that were read to their end, functions without decorators, and names that are set to plain values.
+    Any other import is the last one that is checked, since a package may add a folder or a finder when it is imported.
     """
     path = path.resolve()
     _ImportReader(path.parent, setting).read(path)
@@ -135,15 +138,17 @@ def refuse_missing_imports(path: Path, setting: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _ImportReader:
-    """What :func:`refuse_missing_imports` does for the files of one ``folder``."""
+    """The reader of :func:`refuse_missing_imports`: it checks the imports of files in one ``folder``. ``setting`` names
+    the setting in errors; ``seen`` collects the files that were read."""
 
     folder: Path
     setting: str
     seen: set[Path] = field(default_factory=set)
 
     def read(self, path: Path) -> bool:
-        """Refuse the first import of the file ``path`` that must fail. Return whether modules are found where they were
-        before, once the file has run."""
+        """Raise :class:`ConfigError` at the first import of the file ``path`` that must fail. Return true if the whole
+        file was read and none of its statements can change where Python finds modules; false if reading stopped at a
+        statement that could."""
         self.seen.add(path)
         for node in _parsed(path, self.setting).body:
             if isinstance(node, ast.Import | ast.ImportFrom):
@@ -155,8 +160,9 @@ class _ImportReader:
         return True
 
     def _is_harmless(self, module: str, path: Path, place: str) -> bool:
-        """Return whether modules are found where they were before, once the file ``path`` has imported ``module``.
-        Raises :class:`ConfigError` where it cannot import it; ``place`` is the line in words."""
+        """Return whether importing ``module`` in the file ``path`` certainly does not change where Python finds
+        modules. Raises :class:`ConfigError` if that import must fail. ``place`` names the setting, the file and the
+        line in the error."""
         if module.startswith("."):
             if path.name == "__init__.py":
                 return False
@@ -182,8 +188,8 @@ class _ImportReader:
 
 
 def _parsed(path: Path, setting: str) -> ast.Module:
-    """Return the syntax tree of a file; its bytes are parsed, which may say their encoding. Raises
-    :class:`ConfigError`."""
+    """Return the syntax tree of the file ``path``. It is parsed from bytes, since a file may declare its encoding.
+    Raises :class:`ConfigError`, which names ``setting``, if it cannot be read or parsed."""
     try:
         return ast.parse(path.read_bytes(), filename=str(path))
     except SyntaxError as error:
@@ -193,21 +199,22 @@ def _parsed(path: Path, setting: str) -> ast.Module:
 
 
 def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
-    """Return the modules that a statement imports, each with its leading dots."""
+    """Return the names of the modules that a statement imports; a relative import keeps its leading dots."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     return ["." * node.level + (node.module or "")]
 
 
 def _beside(module: str, folder: Path) -> Path | None:
-    """Return the file in ``folder`` that ``import module`` runs, if there is one: that of a package comes first."""
+    """Return the file in ``folder`` that ``import module`` would run: the ``__init__.py`` of a package, or else a
+    module file. Return ``None`` if there is neither."""
     files = (folder / module / "__init__.py", folder / f"{module}.py")
     return next((file for file in files if file.is_file()), None)
 
 
 def _is_plain(node: ast.stmt) -> bool:
-    """Return whether a statement runs no code of others: it holds a constant, sets names to plain values, or defines a
-    function without decorators."""
+    """Return whether a statement runs no code from elsewhere: it is a constant, sets names to plain values, or defines
+    a function without decorators or calls in its signature."""
     match node:
         case ast.Expr(value=ast.Constant()):
             return True
@@ -223,16 +230,16 @@ def _is_plain(node: ast.stmt) -> bool:
 
 
 def _is_found(module: str, folder: Path) -> bool:
-    """Return whether a worker could import the module: from ``folder``, from the working directory or from where this
-    process finds modules. It is not imported."""
+    """Return whether a worker process could import ``module``: from ``folder``, from the working directory, or from the
+    places where this process finds modules. The module itself is not imported."""
     if module in sys.modules or importlib.util.find_spec(module) is not None:
         return True
     return importlib.machinery.PathFinder.find_spec(module, [str(folder), str(Path.cwd())]) is not None
 
 
 def where(error: BaseException, source: str | None) -> str:
-    """Return an error as ``Kind: words at file.py:12``, with the deepest line of the file ``source`` in its
-    traceback, if any."""
+    """Return an error as ``Kind: words at file.py:12``. The place is the deepest line of the file ``source`` in the
+    traceback; it is left out if ``source`` is ``None`` or does not occur there."""
     frames = traceback.extract_tb(error.__traceback__)
     users = [frame for frame in frames if source is not None and Path(frame.filename) == Path(source)]
     place = f" at {Path(users[-1].filename).name}:{users[-1].lineno}" if users else ""

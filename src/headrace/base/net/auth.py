@@ -19,13 +19,16 @@ from headrace.base.net.refusal import Refusal, shown
 
 
 class TokenAuth:
-    """An ASGI application that passes authenticated requests on to ``app`` and refuses all others."""
+    """An ASGI application that passes authenticated HTTP requests on to another application, and refuses all others."""
 
     def __init__(self, app: ASGIApp, *, token: str) -> None:
+        """Protect ``app`` by ``token``. With an empty ``token``, requests need none but must be addressed to this
+        machine."""
         self._app = app
         self._token = token.encode(errors="surrogateescape")  # compared as bytes: a token need not be valid UTF-8
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Refuse an HTTP request without the token; mark any other one as authorized and pass it on."""
         if scope["type"] == "http":
             refusal = self._refusal(Headers(scope=scope))
             if refusal is not None:
@@ -35,7 +38,7 @@ class TokenAuth:
         await self._app(scope, receive, send)
 
     def _refusal(self, headers: Headers) -> Refusal | None:
-        """Return why a request with these headers is refused; ``None`` if it may pass."""
+        """Return the error with which a request with these headers is refused; ``None`` if it may pass."""
         if not self._token:
             host = headers.get("host", "")
             if is_loopback(host_of(host)):
@@ -60,7 +63,8 @@ class TokenAuth:
 
 
 def refuse_unprotected_host(host: str, token: str) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if other machines can reach ``host`` and there is no token."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``host``, the address at which a server is to listen, can be
+    reached from other machines and ``token`` is empty."""
     if not token and not is_loopback(host):
         raise ConfigError(
             f"serve.host={host!r} can be reached from other machines, and there is no token",

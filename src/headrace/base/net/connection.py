@@ -24,7 +24,8 @@ _AUTHORIZED = "headrace_authorized"
 
 
 def mark_authorized(scope: MutableMapping[str, Any]) -> None:
-    """Mark the request of ``scope`` as authorized: it carries the token, or the server needs none."""
+    """Mark the request of the ASGI ``scope`` as authorized: it carries the token, or the server needs none. Its
+    connection is then kept in preference to others."""
     scope.setdefault("state", {})[_AUTHORIZED] = True
 
 
@@ -45,32 +46,38 @@ class Connection(H11Protocol):
     loop's clock."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Make the protocol object of one connection, with uvicorn's arguments. Requests with an ambiguous end are
+        refused before they reach the application."""
         super().__init__(*args, **kwargs)
         self.app = _Unambiguous(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to count the idle time of a new connection. If there are too many connections, an idle one is
-        closed."""
+        """Begin to count the idle time of a new connection. If the server now has too many connections, close the least
+        important other one."""
         super().connection_made(transport)
         self._listen()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             self._make_room()
 
     def on_response_complete(self) -> None:
+        """Begin to count the idle time again, now that an answer is complete."""
         self._listen()  # before the call below, which may start the next request
         super().on_response_complete()
 
     def pause_writing(self) -> None:
+        """Start a timer that closes the connection if the client reads nothing for ``timeout_keep_alive`` seconds;
+        asyncio calls this when the buffer of the answer is full."""
         super().pause_writing()
         self._writing = self.loop.call_later(self.timeout_keep_alive, self.transport.abort)
 
     def resume_writing(self) -> None:
+        """Stop that timer of :meth:`pause_writing`: the client has read from the answer."""
         super().resume_writing()
         if self._writing is not None:
             self._writing.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Cancel the timers of a closed connection."""
+        """Cancel the timers of a connection that has been closed."""
         super().connection_lost(exc)
         for timer in (self._listening, self._writing):
             if timer is not None:
@@ -94,6 +101,8 @@ class Connection(H11Protocol):
         return self.scope is not None and _AUTHORIZED in self.scope["state"]
 
     def _end_if_idle(self) -> None:
+        """Close the connection if no request is being answered on it: the client has sent no complete request head in
+        time."""
         if self.idle:
             self.transport.abort()
 
@@ -118,9 +127,11 @@ class _Unambiguous:
     6.3): behind a proxy, the rest of the body could be taken for the request of another client."""
 
     def __init__(self, app: ASGIApp) -> None:
+        """Pass all other requests on to ``app``."""
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer an ambiguous request with status 400 and close its connection; pass any other request on."""
         names = {name for name, _ in scope.get("headers", ())}
         if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
             why = "Transfer-Encoding together with Content-Length, or in HTTP/1.0: send one of them"

@@ -27,7 +27,7 @@ counted elsewhere."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShellLimits:
-    """The limits on the connections of a server."""
+    """The limits and the TLS files of an :class:`HttpServer`."""
 
     idle_timeout_s: int = 30
     """Seconds within which a connection must finish its TLS handshake, send the head of a request, and read some of
@@ -44,12 +44,8 @@ class ShellLimits:
 
 
 class HttpServer(uvicorn.Server):
-    """A server of ``app``. Setting :attr:`should_exit` stops it.
-
-    ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM, without
-    raising them again afterwards as uvicorn does; otherwise the program handles signals. ``ending`` is called when the
-    server stops, so that requests which would wait longer are answered.
-    """
+    """A uvicorn server of an ASGI application, with limits on its connections. Setting its attribute ``should_exit``
+    stops it."""
 
     def __init__(
         self,
@@ -60,6 +56,12 @@ class HttpServer(uvicorn.Server):
         takes_signals: bool = False,
         ending: Callable[[], None] = lambda: None,
     ) -> None:
+        """Serve ``app`` within ``limits``.
+
+        ``own_logging`` configures uvicorn's loggers. With ``takes_signals`` the server stops at Ctrl-C and SIGTERM,
+        without raising them again afterwards as uvicorn does; otherwise the program handles signals. ``ending`` is
+        called when the server begins to stop: it should make requests that would wait longer be answered.
+        """
         self._takes_signals, self._ending = takes_signals, ending
         settings: dict[str, Any] = {"log_config": _LOGGING if own_logging else None}
         super().__init__(
@@ -81,7 +83,8 @@ class HttpServer(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at ``sockets``. Unlike uvicorn's method, this also limits the time of the TLS handshake."""
+        """Listen at ``sockets``, which the caller has bound. Unlike uvicorn's method, this also limits the time of the
+        TLS handshake."""
         assert sockets is not None, "the caller binds, so that a wrong address fails before the server starts"
         await super().startup(sockets=[])
         loop, tls = asyncio.get_running_loop(), self.config.ssl
@@ -94,13 +97,14 @@ class HttpServer(uvicorn.Server):
             )  # fmt: skip
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop: let requests end, and close all connections."""
+        """Stop the server: call ``ending``, let requests end, and close all connections."""
         self._ending()
         await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Handle Ctrl-C and SIGTERM while the body runs, if this server handles signals."""
+        """Handle Ctrl-C and SIGTERM while the body runs, if the server was made with ``takes_signals`` and runs in the
+        main thread. This replaces uvicorn's own handling."""
         loop = asyncio.get_running_loop()
         takes = self._takes_signals and threading.current_thread() is threading.main_thread()
         numbers = (signal.SIGINT, signal.SIGTERM) if takes else ()
@@ -113,15 +117,16 @@ class HttpServer(uvicorn.Server):
                 loop.remove_signal_handler(number)
 
     def _connection(self) -> Connection:
+        """Return the protocol object for a new connection; asyncio calls this for each one."""
         return Connection(self.config, self.server_state, self.lifespan.state)
 
 
 def listening_socket(host: str, port: int, *, setting: str, remedy: str) -> socket.socket:
-    """Return a socket that listens at the address; port 0 takes a free one. A connection that comes before the server
-    runs waits in the backlog.
+    """Return a socket that listens at ``host`` and ``port``; port 0 takes a free port. A connection that arrives before
+    the server runs waits in the backlog.
 
-    Raises :class:`~headrace.base.errors.ConfigError` with ``setting``, the address as the user gave it, and ``remedy``
-    if the address cannot be used.
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be used. ``setting``, the address as the
+    user gave it, and ``remedy`` are for its message.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -137,11 +142,12 @@ def listening_socket(host: str, port: int, *, setting: str, remedy: str) -> sock
 
 
 def url_of(listening: socket.socket, *, secure: bool = False) -> str:
-    """Return the URL of the server that listens at this socket; ``secure`` for TLS."""
+    """Return the URL of the server that listens at the socket ``listening``: ``https`` if ``secure``, else ``http``."""
     host, port = listening.getsockname()[:2]
     return f"{'https' if secure else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
 
 def _open_files() -> int:
+    """Return the number of files that this process may have open at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return 1 << 20 if soft == resource.RLIM_INFINITY else soft

@@ -1,6 +1,6 @@
-"""Train samples and the batch of one optimizer step.
+"""Train samples and the batch of one optimizer step. A version is the integer that names one set of weights.
 
-Shape legend: S samples of the batch, N tokens of all samples one after the other.
+Shape legend: S samples of the batch, N tokens of all samples one after the other, T tokens of one sample.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from headrace.base.types.versions import oldest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSample:
-    """One root-to-leaf path of an episode, laid out as token-aligned arrays."""
+    """One root-to-leaf path of turns of an episode, laid out as token-aligned arrays."""
 
     key: EpisodeKey
+    """The episode."""
     tokens: Tokens
+    """All T tokens of the path, prompts included."""
     mask_T: npt.NDArray[np.bool_]
     """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
     advantage: float | FloatColumn
-    """The advantage of the tokens of the mask: one number for all, or one for each token of the sample."""
+    """The advantage of the tokens in the mask: one number for all of them, or one number for each of the T tokens."""
     roles: tuple[tuple[str, int], ...] = ()
-    """The authors: a role and a number of tokens for each turn; empty if several adapters are not trained."""
+    """The authors of the turns, in order: the role of each turn's author and the number of its tokens. It may be empty
+    unless agents with adapters of their own are trained."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
     """The data that one optimizer step trains on, as columns concatenated over samples."""
 
     step: int
-    """The number of the optimizer step; also the version of the learner's weights before it."""
+    """The number of the optimizer step, from 0; also the version of the learner's weights before it."""
     lengths_S: IntColumn
     """The number of tokens of each sample; the sum is N."""
     groups_S: IntColumn
@@ -45,28 +48,33 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     episodes_S: IntColumn
     """The index of each sample's episode in this batch, from 0: paths of one episode count as one rollout."""
     ids_N: IntColumn
+    """The vocabulary id of each token, prompts included."""
     mask_N: npt.NDArray[np.bool_]
     """Whether the token carries loss."""
     logprobs_N: FloatColumn
-    """log μ as the engine recorded it; 0 outside the mask."""
+    """log μ: the log-probability of each token under the distribution that it was really sampled from, as the engine
+    recorded it; 0 for a token that was not sampled."""
     versions_N: IntColumn
+    """The version of the weights that sampled each token; −1 for a token that no policy sampled."""
     advantages_N: FloatColumn
+    """The advantage of each token, which counts where the mask is true."""
     kept: KeptSets | None = None
-    """The kept-set that each of the N tokens was drawn from; ``None`` if no token has one."""
+    """The kept-set of each of the N tokens: the vocabulary entries that top-k, top-p and min-p left to draw from.
+    ``None`` if no token has one."""
     routing: Routing | None = None
-    """The experts of each of the N tokens; ``None`` if none are recorded."""
+    """The experts that computed each of the N tokens in a mixture-of-experts model; ``None`` if none are recorded."""
     teacher_scores: TeacherScores | None = None
     """A teacher's scores of the N tokens; ``None`` if no teacher scored any."""
     agents: tuple[str, ...] = ("",)
-    """The agents whose adapters are trained: the policy, which has the empty name, and agents with an adapter of
-    their own."""
+    """The agents whose adapters are trained: first the policy, which has the empty name, then the agents with an
+    adapter of their own."""
     agents_N: IntColumn | None = None
     """The index in ``agents`` of the adapter that each of the N tokens trains; ``None``: all train the policy's."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
-        """Return the batch of ``samples``, concatenated in the order given. ``agents`` are the roles that train
-        adapters of their own."""
+        """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the order given.
+        ``agents`` are the roles that train adapters of their own, beside the policy's."""
         tokens = Tokens.concat([sample.tokens for sample in samples])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
@@ -101,21 +109,23 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.mask_N.sum())
 
     def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
-        """Return, for every agent whose adapter some tokens of ``mask_N`` train, its name and the mask of those
-        tokens."""
+        """Split the tokens of ``mask_N`` by the adapter that they train. Return, for every agent with such tokens, its
+        name and the mask of its tokens."""
         if self.agents_N is None:
             return [("", mask_N)]
         parts = [(agent, mask_N & (self.agents_N == place)) for place, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
     def ages(self) -> npt.NDArray[np.int32]:
-        """Return the age of every token that carries loss: the learner's version when it trains, minus the token's
-        version."""
+        """Return the age of every token that carries loss, in the order of the batch: the learner's version when it
+        trains (``step``), minus the version that sampled the token. For a token of mixed versions the older one
+        counts."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 
 def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
-    """Return, for each token, the index of its author among the policy (0) and ``agents`` (from 1)."""
+    """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's, and from 1
+    the place of its author's role in ``agents``."""
     indices = {agent: index for index, agent in enumerate(agents, 1)}
     turns = [turn for sample in samples for turn in sample.roles]
     authors = np.array([indices.get(role, 0) for role, _ in turns], np.int32)

@@ -27,7 +27,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The role of its author: ``system``, ``user``, ``assistant`` or ``tool``."""
     content: str = ""
     reasoning: str = ""
-    """The reasoning that precedes the model's answer, if its chat template separates the two."""
+    """The reasoning that precedes the model's answer, if its chat template separates the two; empty otherwise."""
     tool_calls: tuple[ToolCall, ...] = ()
     """The tool calls of an assistant's message."""
     tool_call_id: str = ""
@@ -51,7 +51,7 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """Options for one reply of the model. An option that is unset has the value of the run's sampling settings."""
 
     max_new_tokens: int | None = None
-    """The largest number of sampled tokens; the run's setting is an upper bound."""
+    """The largest number of tokens to sample for the reply; the run's setting is an upper bound."""
     temperature: float | None = None
     """The sampling temperature. Tokens sampled at another temperature than the run's carry no loss."""
     top_p: float | None = None
@@ -59,23 +59,27 @@ class ChatOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     top_k: int | None = None
     """The number of likeliest tokens to draw from. Tokens sampled with another value than the run's carry no loss."""
     stop: tuple[str, ...] = ()
+    """Texts that end the reply as soon as it contains one of them."""
     agent: str = "policy"
     """The agent that replies: the author of the turn in the episode."""
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """One reply of the model."""
+    """One reply of the model to a conversation, as the environment or agent that asked for it receives it."""
 
     message: Message
     """The assistant's message, to be appended to the conversation unchanged."""
     turn: int
     """The index of the sampled turn in the episode."""
     stop_reason: StopReason
+    """Why the reply ended."""
     stop: str = ""
     """The stop string that ended the reply and is not part of its content; empty if none did."""
     num_prompt_tokens: int
+    """The number of tokens that the model read before its reply."""
     num_tokens: int
+    """The number of tokens of the reply."""
     logprobs: tuple[float, ...] = ()
-    """The log-probability of each sampled token."""
+    """The log-probability of each sampled token; empty if they were not passed on."""
     token_ids: tuple[int, ...] = ()
     """The vocabulary id of each sampled token."""

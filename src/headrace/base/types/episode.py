@@ -1,4 +1,8 @@
-"""The episode: the graph of turns of one attempt at a task, and its lifecycle."""
+"""The episode: the graph of turns of one attempt at a task, and its lifecycle.
+
+A *turn* is a run of contiguous tokens by one author. Turns form a tree: a turn can have several continuations. A
+*version* is the integer that names one set of weights.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +28,16 @@ class EpisodeKey(NamedTuple):
     """The index of the episode in its group, from 0."""
 
     def __str__(self) -> str:
+        """Return the key as ``group.place``, for example ``12.3``."""
         return f"{self.group}.{self.place}"
 
 
 NO_EPISODE = EpisodeKey(-1, -1)
-"""The key for an episode that is not known."""
+"""The key that stands for an unknown episode."""
 _KINDS = {kind.__name__: kind for kind in (RequestError, EngineFull, SequenceFailed)}
+"""The classes of error that a chunk can carry, by name."""
 RESTARTED = "restarted"
-"""The reason for which chunks are void after the engine has restarted their sequence."""
+"""The value of ``TokenChunk.lost`` for a sequence that the engine has begun again from its prompt."""
 
 
 class StopReason(enum.StrEnum):
@@ -42,9 +48,9 @@ class StopReason(enum.StrEnum):
     LENGTH = "length"
     """The turn reached ``max_new_tokens``."""
     ABORTED = "aborted"
-    """The request was withdrawn."""
+    """The request was withdrawn by its sender."""
     DEADLINE = "deadline"
-    """The deadline of the request has passed."""
+    """The deadline of the request passed."""
     SPLIT = "split"
     """Sampling did not end here: the turn was cut at this place afterwards, and continues in another turn."""
 
@@ -69,13 +75,14 @@ class EpisodeStatus(enum.StrEnum):
 
     @property
     def ended(self) -> bool:
-        """Return whether the tokens and the reward of the episode are final."""
+        """Return whether the tokens and the reward of the episode are final: it is scored, failed, left out or
+        masked."""
         return self is EpisodeStatus.SCORED or self.untrained
 
     @property
     def untrained(self) -> bool:
-        """Return whether the episode has ended and none of its tokens will carry loss, for the reason that its cause
-        gives."""
+        """Return whether the episode has ended and none of its tokens will carry loss. The field ``cause`` of the
+        episode says why."""
         return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
@@ -89,7 +96,8 @@ def role_of(agent: str) -> str:
 
 
 class Branch(NamedTuple):
-    """The branch that a turn belongs to: turns resampled from a pivot within the same episode."""
+    """The branch that a turn belongs to. A branch is a continuation that was sampled again from a *pivot*, an earlier
+    place of the same episode."""
 
     pivot: int
     """The number of the pivot where the branch leaves the episode. Branches of one pivot are compared with each
@@ -101,7 +109,8 @@ class Branch(NamedTuple):
 
 
 class Turn(msgspec.Struct, frozen=True, kw_only=True):
-    """Contiguous tokens by one author."""
+    """One turn of an episode: contiguous tokens by one author. It is a node of the episode's graph, below the turn that
+    it continues."""
 
     author: str
     """The author: ``"task"`` for a given prompt; otherwise the policy, tool or agent that wrote the turn."""
@@ -142,6 +151,7 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     tokens: Tokens
+    """The sampled tokens of this chunk."""
     stop_reason: StopReason | None = None
     """Why sampling ended; set on the last chunk only, and not if the sequence ended with an ``error``."""
     request_id: int = -1
@@ -153,12 +163,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     prompt_routing: Routing | None = None
     """The experts of every token before the sequence, on its first chunk; ``None`` if they were not recorded."""
     lost: str = ""
-    """Why the chunks before this one are void: ``RESTARTED``, or the reason that the ledger counts; empty if they
-    are valid."""
+    """Why the chunks of this sequence before this one are void: ``RESTARTED``, or another reason under which the ledger
+    counts their tokens; empty if they are valid."""
     error: str = ""
     """Why the request was refused or failed, as ``problem; remedy``; set on the last chunk only."""
     error_kind: str = ""
-    """The name of the error's class in the tree of errors; empty without an error."""
+    """The name of the error's class in :mod:`headrace.base.errors`; empty without an error."""
     key: EpisodeKey = NO_EPISODE
     """The episode that the sequence is a turn of; ``NO_EPISODE`` in an engine, which does not know it."""
     turn: int = 0
@@ -172,11 +182,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.stop_reason is not None or bool(self.error)
 
     def failed(self, error: RequestError) -> TokenChunk:
-        """Return this chunk as the last one of a sequence that ended with ``error``."""
+        """Return this chunk as the last one of its sequence, which ended with ``error``."""
         return msgspec.structs.replace(self, error=f"{error.problem}; {error.remedy}", error_kind=type(error).__name__)
 
     def raise_error(self) -> None:
-        """Raise the :class:`~headrace.base.errors.RequestError` that the sequence ended with, if any."""
+        """Raise the :class:`~headrace.base.errors.RequestError` that the sequence ended with; do nothing if there was
+        none."""
         if self.error:
             problem, _, remedy = self.error.partition("; ")
             kind = _KINDS.get(self.error_kind, SequenceFailed)
@@ -184,7 +195,8 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def joined(cls, chunks: Sequence[TokenChunk]) -> TokenChunk:
-        """Return consecutive chunks of one sequence as one chunk with all their tokens."""
+        """Return consecutive chunks of one sequence, of which there is at least one, as one chunk with all their
+        tokens."""
         first, last = chunks[0], chunks[-1]
         if first is last:
             return first
@@ -199,12 +211,12 @@ class TokenChunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeGraph:
-    """The graph of turns of one attempt, and its rewards. It grows while the episode runs, and is read-only
+    """The graph of turns of one attempt at a task, and its rewards. It grows while the episode runs, and is read-only
     afterwards."""
 
     key: EpisodeKey
     turns: list[Turn] = field(default_factory=list)
-    """Every turn, parents before children."""
+    """Every turn, parents before children. A turn names its parent by its index in this list."""
     status: EpisodeStatus = EpisodeStatus.RUNNING
     reward: float | None = None
     """The reward of the episode; ``None`` until it is scored."""
@@ -219,28 +231,30 @@ class EpisodeGraph:
 
     @property
     def length(self) -> int:
-        """Return the number of sampled tokens of the episode itself, without those of branches."""
+        """Return the number of tokens that the policy or another agent sampled in the episode itself, without those of
+        branches."""
         return sum(turn.tokens.num_sampled for turn in self.turns if turn.branch is None)
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that a policy sampled, over all turns."""
+        """Return the number of tokens that a policy or another agent sampled, over all turns, branches included."""
         return sum(turn.tokens.num_sampled for turn in self.turns)
 
     @property
     def shares(self) -> dict[str, float]:
-        """Return the rewards of the agents, without agents that answered and none of whose answers carries loss."""
+        """Return the reward of each agent by its name, without the agents that answered but none of whose answers
+        carries loss. Empty if all agents share the episode's reward."""
         answers = [turn for turn in self.turns if turn.stop_reason is not None]
         idle = {turn.author for turn in answers} - {turn.author for turn in answers if not turn.untrained}
         return {agent: reward for agent, reward in self.agent_rewards.items() if agent not in idle}
 
     def leaves(self) -> list[int]:
-        """Return the indices of the turns that no other turn continues."""
+        """Return the indices in ``turns`` of the turns that no other turn continues."""
         parents = {turn.parent for turn in self.turns}
         return [index for index in range(len(self.turns)) if index not in parents]
 
     def path(self, leaf: int) -> list[int]:
-        """Return the indices of the turns from the root to ``leaf``."""
+        """Return the indices in ``turns`` of the turns from the root to the turn ``leaf``, both included."""
         indices: list[int] = []
         at: int | None = leaf
         while at is not None:
@@ -249,9 +263,12 @@ class EpisodeGraph:
         return indices[::-1]
 
     def path_tokens(self, path: Sequence[int]) -> Tokens:
-        """Return the concatenated tokens of the turns of ``path``. The routing that the last sampled turn recorded
-        of its context fills in what the turns before it lack: the experts of given tokens, and of the last token of
-        a turn, which are known only after another turn continues it."""
+        """Return the concatenated tokens of the turns with the indices ``path``, from the root on.
+
+        The routing (the experts of a mixture-of-experts model) that the last sampled turn recorded of its context fills
+        in what the turns before it lack: the experts of given tokens, and of the last token of a turn, which are known
+        only after another turn continues it.
+        """
         tokens = Tokens.concat([self.turns[index].tokens for index in path])
         before = 0
         context: Routing | None = None

@@ -13,10 +13,11 @@ import enum
 
 
 class GroupState(enum.StrEnum):
-    """The state of a group. Its slot is charged at ADMITTED and freed at RELEASED or DROPPED."""
+    """The state of a group. Its slot, the right to be in flight, is charged at ADMITTED and freed at RELEASED or
+    DROPPED."""
 
     SUBMITTED = "submitted"
-    """The group exists: it has a task and a number."""
+    """The group exists: it has a task and a number, and waits to be admitted."""
     ADMITTED = "admitted"
     """The group holds a slot: the staleness bound will hold for it."""
     RUNNING = "running"
@@ -36,16 +37,18 @@ class GroupState(enum.StrEnum):
 
     @property
     def holds_slot(self) -> bool:
-        """Return whether the group counts against the capacity of the flow."""
+        """Return whether the group holds a slot and so counts against the capacity of the flow: it is admitted, and
+        neither released nor dropped."""
         return self in _HOLDS_SLOT
 
     @property
     def in_flight(self) -> bool:
-        """Return whether the group is neither trained nor dropped."""
+        """Return whether the group is neither trained nor dropped; a submitted group is in flight."""
         return self in _IN_FLIGHT
 
     def may_become(self, new: GroupState) -> bool:
-        """Return whether the picture above has an arrow from this state to ``new`` (crash recovery excluded)."""
+        """Return whether a group may go from this state to ``new``: whether the picture at the top of the file has that
+        arrow, those after a crash excluded."""
         return new in _NEXT[self]
 
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 
 
 class Aggregation(enum.StrEnum):
-    """The aggregation that combines the values of several steps."""
+    """The way in which the values of a metric in several steps become one value."""
 
     MEAN = "mean"
     SUM = "sum"
@@ -33,16 +33,19 @@ class Metric:
     unit: str
     """The unit; empty for a plain number, ``frac`` for a number between 0 and 1."""
     how: Aggregation
+    """How the values of several steps become one."""
     what: str
+    """The meaning, as a phrase for charts and documents."""
 
     @property
     def stem(self) -> str:
-        """Return the name without its label, for systems that store labels separately: ``env_reward_mean``."""
+        """Return the name without its label, such as ``env_reward_mean``, for systems that store labels separately."""
         return re.sub(r"[^A-Za-z0-9]+", "_", re.sub(r"/?\{\w+\}", "", self.name)).strip("_")
 
     @property
     def label(self) -> str:
-        """Return the label's name, which the part in braces contains; empty without a label."""
+        """Return the name of the label, which stands in braces in the metric's name: ``env``. Empty for a metric
+        without a label."""
         braces = re.search(r"\{(\w+)\}", self.name)
         return braces[1] if braces else ""
 
@@ -51,6 +54,7 @@ MEAN, SUM, MAX, LAST = Aggregation.MEAN, Aggregation.SUM, Aggregation.MAX, Aggre
 
 
 def _rows(*rows: tuple[str, str, Aggregation, str]) -> tuple[Metric, ...]:
+    """Return the metrics of a table whose rows give name, unit, aggregation and meaning."""
     return tuple(Metric(name=name, unit=unit, how=how, what=what) for name, unit, how, what in rows)
 
 
@@ -173,6 +177,13 @@ _LEARNING = _rows(
     ("expert_load_max", "", MEAN, "Load of the most used expert of any layer of a mixture; 1 is an even load"),
     ("expert_load_min", "", MEAN, "The same of the least used one"),
     ("experts_idle", "frac", MEAN, "Experts that no token of the step chose"),
+    (
+        "balance_loss",
+        "",
+        MEAN,
+        "Load-balancing loss, before its coefficient; the number of experts per token is even",
+    ),
+    ("router_z_loss", "", MEAN, "Mean squared log-sum-exp of the routers' logits, before its coefficient"),
     ("expert_bias_spread", "", LAST, "Largest less smallest bias of an expert in any layer, where biases move"),
     ("epoch", "", LAST, "Passes over the rows so far, of a run on given rows"),
     ("eval/{metric}", "", LAST, "The same metric on the held-out rows, where it was measured before the step"),
@@ -196,7 +207,7 @@ LOSS_METRICS = _rows(
     ("mismatch_k1", "nats", MEAN, "The same before the step, over tokens of age 0: engine against learner"),
     ("mismatch_k3", "nats", MEAN, "The same by k3"),
     ("mismatch_kl", "nats", MEAN, "KL(μ‖π) by k3 over tokens of age 0"),
-    ("mismatch_abs", "nats", MEAN, "Mean |log π − log μ| of the same tokens"),
+    ("mismatch_abs", "nats", MEAN, "Mean |log π − log μ| of them; inflight commits add to it by the cache they keep"),
     ("stale_k1", "nats", MEAN, "As mismatch_k1, over tokens of higher age"),
     ("stale_k3", "nats", MEAN, "As mismatch_k3, over tokens of higher age"),
     ("staleness_k1", "nats", MEAN, "stale_k1 − mismatch_k1: what age added, where both were measured"),
@@ -245,7 +256,8 @@ _PATTERNS = [
 
 @lru_cache(maxsize=4096)
 def find(name: str) -> tuple[Metric, str] | None:
-    """Return the row of a metric and its label; ``None`` for a metric of a loss of the user's own.
+    """Return the metric called ``name`` and the value of its label ("" if it has none); ``None`` for a metric of a
+    user's own loss.
 
     >>> row, label = find("env/maths/reward_p90")
     >>> row.stem, row.label, label
@@ -260,7 +272,8 @@ def find(name: str) -> tuple[Metric, str] | None:
 
 
 def as_label(text: str) -> str:
-    """Return a text from data or from a model as a valid label of a metric.
+    """Return a text that comes from data or from a model, such as the name of an environment, as a valid label of a
+    metric.
 
     >>> as_label("GSM8K (train)/easy"), as_label("")
     ('GSM8K_train_easy', 'none')
@@ -269,8 +282,8 @@ def as_label(text: str) -> str:
 
 
 def combine(name: str, values: Sequence[float]) -> float:
-    """Return the values of several steps combined as the metric's row says; an unknown metric by its mean. ``values``
-    has at least one element.
+    """Return one number for the values of the metric ``name`` in several steps, by the aggregation of that metric; an
+    unknown metric is averaged. ``values`` has at least one element, in the order of the steps.
 
     >>> combine("trained_tokens", [2.0, 3.0]), combine("reward_mean", [0.0, 1.0]), combine("lr", [2.0, 1.0])
     (5.0, 0.5, 1.0)
@@ -288,7 +301,8 @@ def combine(name: str, values: Sequence[float]) -> float:
 
 
 def last_tenth(rewards: Sequence[float]) -> float | None:
-    """Return the mean of the last tenth of ``rewards``, and of at least one value; ``None`` for an empty sequence.
+    """Return the mean of the last tenth of ``rewards``, the mean rewards of a run's steps in order: where training
+    ended up. At least one value counts; ``None`` for an empty sequence.
 
     >>> last_tenth([0.0, 0.5, 1.0]), last_tenth([])
     (1.0, None)
@@ -298,8 +312,8 @@ def last_tenth(rewards: Sequence[float]) -> float | None:
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """Return the least of the sorted values that at least the fraction ``share`` of them do not exceed. ``ordered`` has
-    at least one element.
+    """Return the quantile ``share`` (0 to 1) of ``ordered``, values in ascending order of which there is at least one:
+    the smallest value that at least this fraction of them do not exceed.
 
     >>> quantile([1, 2, 3, 4], 0.5), quantile([1, 2, 3, 4], 0.9)
     (2, 4)

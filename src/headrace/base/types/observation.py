@@ -1,7 +1,9 @@
 """The records that describe a run to its observers: one per optimizer step, and one of its present state.
 
-They are pure data. The controller fills them in; files, terminal views and reports read them. A number that is not
-finite is written to files as ``null`` and read back as ``None``.
+A *group* holds the attempts (episodes) at one task; the *age* of a trained token is measured in versions of the
+weights; a *lane* is one row of the event trace. The records are pure data. The controller fills them in; files,
+terminal views and reports read them. A number that is not finite is written to files as ``null`` and read back as
+``None``.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ class QueueCounts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One optimizer step: one line of ``metrics.jsonl``."""
+    """The record of one optimizer step: one line of ``metrics.jsonl``."""
 
     step: int
     """The number of the step, from 0."""
@@ -60,16 +62,16 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int = 0
     """The number of tokens that the engine has sampled since the run started."""
     seconds: float = 0.0
-    """The time of forward pass, backward pass and update."""
+    """The time of forward pass, backward pass and update, in seconds."""
     wait_s: float = 0.0
     """How long the learner waited for this step's batch, in seconds."""
     exposed_sync_s: float = 0.0
     """How long the learner was blocked by the sync after the step, in seconds: the copy of its weights."""
     straggler_s: float = 0.0
-    """The part of ``wait_s`` after nine in ten episodes of the batch had ended."""
+    """The part of ``wait_s`` after nine in ten episodes of the batch had ended, in seconds."""
     held_back_s: float = 0.0
-    """The time since the last step in which as many groups ran as ``flow.capacity`` allows, and no request waited
-    for the engine."""
+    """The time since the last step, in seconds, in which as many groups ran as ``flow.capacity`` allows, and no request
+    waited for the engine."""
     commit_gap_s: float | None = None
     """How long the engine stood still to commit the latest version, in seconds; ``None`` if none was committed since
     the last step."""
@@ -78,7 +80,7 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
     queue: QueueCounts = QueueCounts()
     """The groups in flight at the end of the step."""
     length_mean: float | None = None
-    """The mean number of sampled tokens per episode of the batch."""
+    """The mean number of sampled tokens per episode of the batch; ``None`` for a batch without episodes."""
     dropped_groups: dict[str, int] = {}
     """The number of groups dropped since the run started, by reason."""
     set_aside_episodes: dict[str, int] = {}
@@ -93,7 +95,8 @@ class StepRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """The use of the time and the tokens of one interval. Accounts of consecutive intervals can be added.
+    """Where the time and the tokens of one interval of a run went; the verdict on its bottleneck is made from it.
+    Accounts of consecutive intervals can be added.
 
     The busy time of the learner and its waits, by cause, sum to ``seconds``. The same holds for the engine.
 
@@ -103,7 +106,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     seconds: float = 0.0
-    """The length of the interval."""
+    """The length of the interval, in seconds."""
     engine_busy_s: float = 0.0
     """The time in which the engine had requests: it read them, ran steps and sent tokens. The mean over several
     engines."""
@@ -119,7 +122,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     controller_busy_s: float = 0.0
     """The time in which the controller's event loop ran; 0 if it was not measured."""
     lanes_s: dict[str, float] = {}
-    """The busy time of every lane of the trace, by its name."""
+    """The busy time of every lane of the event trace, by the name of the lane."""
     exposed_sync_s: float = 0.0
     """The time in which the learner copied its weights, or waited for a buffer for the copy."""
     straggler_s: float = 0.0
@@ -137,6 +140,7 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     """How long a thread was ready to run without getting a processor, by kind of process: the thread that waited
     longest."""
     generated_tokens: int = 0
+    """The number of tokens that were sampled for training."""
     trained_tokens: int = 0
     """The number of tokens that carried loss."""
     wasted_tokens: dict[str, int] = {}
@@ -146,39 +150,41 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
     trained_ages: int = 0
     """The sum of the ages at which these tokens were trained, in versions."""
     turns_s: float = 0.0
-    """The time that the steps for which it is known would have taken if generation and training took turns, at most: as
-    if groups that share the engine did not delay each other."""
+    """The time that steps would have taken, at most, if generation and training took turns instead of overlapping; the
+    sum over the steps for which it is known. At most: as if groups that share the engine did not delay each other."""
     turns_least_s: float = 0.0
-    """The same, at least: as if a batch had the engine for itself only after the end of those before it."""
+    """A lower bound of the same time, as if a batch used the engine only after the batches before it had ended."""
     turned_s: float = 0.0
-    """The time that these steps took."""
+    """The time that these steps really took."""
 
     def __add__(self, later: Account) -> Account:
-        """Return the account of both intervals together."""
+        """Return the account of this interval and the interval of ``later`` together: every field is added."""
         return Account(**{
             name: _added(value, getattr(later, name)) for name, value in msgspec.structs.asdict(self).items()
         })  # fmt: skip
 
     @property
     def engine_idle(self) -> float:
-        """The fraction of the time in which the engine had nothing to do."""
+        """Return the fraction of the interval in which the engine had nothing to do."""
         return 1.0 - self.of_time(self.engine_busy_s) if self.seconds > 0 else 0.0
 
     @property
     def learner_idle(self) -> float:
-        """The fraction of the time in which the learner neither trained, copied nor saved."""
+        """Return the fraction of the interval in which the learner neither trained, copied its weights nor saved
+        them."""
         return 1.0 - self.of_time(self.learner_busy_s) if self.seconds > 0 else 0.0
 
     def learner_waits(self, cause: str) -> float:
-        """The fraction of the time in which the learner waited for ``cause``."""
+        """Return the fraction of the interval in which the learner waited for ``cause``, a name of :class:`Cause`."""
         return self.of_time(self.learner_waits_s.get(cause, 0.0))
 
     def engine_waits(self, cause: str) -> float:
-        """The fraction of the time in which the engine stood idle while ``cause`` worked."""
+        """Return the fraction of the interval in which the engine stood idle while ``cause``, a name of :class:`Cause`,
+        worked."""
         return self.of_time(self.engine_waits_s.get(cause, 0.0))
 
     def of_time(self, part_s: float) -> float:
-        """Return ``part_s`` as a fraction of the interval, between 0 and 1; 0 for an empty interval."""
+        """Return ``part_s`` seconds as a fraction of the interval, between 0 and 1; 0 for an empty interval."""
         return min(1.0, max(0.0, part_s / self.seconds)) if self.seconds > 0 else 0.0
 
     def per_second(self, tokens: int) -> float:
@@ -186,8 +192,8 @@ class Account(msgspec.Struct, frozen=True, kw_only=True):
         return tokens / self.seconds if self.seconds > 0 else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return the keys of ``summary.json`` that an account determines. Every view takes them from here, so that
-        they agree with the verdict."""
+        """Return the keys of ``summary.json`` that an account determines, with their values. Every view takes them from
+        here, so that all views agree with the verdict."""
         return {
             "tokens_generated": self.generated_tokens,
             "tokens_trained": self.trained_tokens,
@@ -226,17 +232,19 @@ class Cause(enum.StrEnum):
     """Weights are being transferred, or no buffer is free for them."""
     LEDGER = "ledger"
     """The disk is writing the run's ledger."""
+    STOPPED = "stopped"
+    """A signal or a debugger has stopped the learner, the controller or all engines."""
     NOBODY = "nobody"
     """No part works: a message is between two processes, or a process is ready to run and has no processor."""
 
 
 class Bound(enum.StrEnum):
-    """The bottleneck of a run."""
+    """The bottleneck of a run, in the words that a verdict shows."""
 
     GENERATION = "generation-bound"
     """The engine works nearly all the time, or is what the learner mostly waits for."""
     PREFILL = "prefill-bound"
-    """The same, and most of the engine's work is reading prompts."""
+    """The run is bound by generation, and most of the engine's work is reading prompts."""
     STRAGGLERS = "straggler-bound"
     """The learner waits for the last episodes of a batch."""
     CAPACITY = "capacity-bound"
@@ -255,10 +263,12 @@ class Bound(enum.StrEnum):
     """The learner mostly waits for weights."""
     LEDGER = "disk-bound"
     """The learner mostly waits for the disk with the ledger."""
+    STOPPED = "held up by a stopped process"
+    """The learner mostly waits while it, the controller or all engines are stopped by a signal or a debugger."""
     PROCESSORS = "processor-bound"
-    """The parts wait for processors that others use."""
+    """The parts of the run wait for processors of the machine that others use."""
     TURNS = "taking turns"
-    """The learner waits while the engine works, and the engine while the learner works."""
+    """The learner waits while the engine works, and the engine waits while the learner works."""
     BALANCED = "balanced"
     """Engine and learner both work nearly all the time."""
     NOTHING = "bound by no single part"
@@ -266,7 +276,7 @@ class Bound(enum.StrEnum):
 
 
 class Wait(msgspec.Struct, frozen=True, kw_only=True):
-    """The present activity of one loop: one row of the table that shows which loop waits for which."""
+    """What one loop of the controller does at present: one row of the table that shows which loop waits for which."""
 
     loop: str
     """The name of the loop: ``rollout``, ``scoring``, ``learner``, ``sync``."""
@@ -295,8 +305,9 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     eta_s: float | None = None
     """The estimated number of seconds until the last step; ``None`` while there is no estimate."""
     learner_version: int = -1
+    """The version that the learner holds; −1 before the first."""
     engine_version: int = -1
-    """The committed version; −1 before the first."""
+    """The version that the engine has committed; −1 before the first."""
     rewards: tuple[float | None, ...] = ()
     """The mean reward of every step so far."""
     eval_accuracy: float | None = None
@@ -327,7 +338,8 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):
-    """Something worth one line when it happens: a refused commit, an evaluation, a checkpoint, a dropped group."""
+    """A message about something that happened in a run and is worth one line: a refused commit, an evaluation, a
+    checkpoint, a dropped group."""
 
     wall_s: float
     """Seconds since the run started."""
@@ -344,7 +356,7 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     part: str
-    """The role of the part."""
+    """The name of the part, such as ``engine-1``."""
     cause: str
     """The cause of its death or absence, in words."""
     seconds: float | None
@@ -352,9 +364,10 @@ class Recovery(msgspec.Struct, frozen=True, kw_only=True):
     carried_over: int
     """The number of its sequences that continue."""
     lives: bool = False
-    """Whether the part is alive, and new weights do not reach it."""
+    """Whether the part is alive but new weights do not reach it."""
 
     def __str__(self) -> str:
+        """Return the recovery as one line for people: the cause, and what became of the part and of its sequences."""
         if self.seconds is None and self.lives:
             return (
                 f"{self.cause}; it ends its {self.carried_over} sequences and begins no others until a version reaches "

@@ -17,10 +17,12 @@ import numpy.typing as npt
 from headrace.base.types.columns import IntColumn
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
+"""Indices of experts, as unsigned integers of any size."""
 
 
 class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
-    """The vocabulary entries that survived top-p, top-k and min-p at each token, as ragged columns.
+    """The kept-set of each of T tokens: the vocabulary entries that survived top-p, top-k and min-p and could have been
+    drawn. They are stored as ragged columns: all sets one after the other, and their sizes.
 
     A token with an empty kept-set was drawn from the whole vocabulary, or was not drawn at all.
 
@@ -36,18 +38,18 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def none(cls, count: int) -> KeptSets:
-        """Return the record of ``count`` tokens without a kept-set."""
+        """Return the record of ``count`` tokens of which none has a kept-set."""
         return cls(ids_E=np.zeros(0, np.int32), sizes_T=np.zeros(count, np.int32))
 
     @classmethod
     def of(cls, spans: Sequence[Sequence[int]]) -> KeptSets:
-        """Return the record of one kept-set per element of ``spans``."""
+        """Return the record of one token per element of ``spans``, which holds the ids of that token's kept-set."""
         flat = [token for span in spans for token in span]
         return cls(ids_E=np.array(flat, np.int32), sizes_T=np.array([len(span) for span in spans], np.int32))
 
     @classmethod
     def concat(cls, parts: Sequence[KeptSets]) -> KeptSets:
-        """Return the concatenation of ``parts``."""
+        """Return the kept-sets of the tokens of all ``parts``, one part after the other."""
         if not parts:
             return cls.none(0)
         return cls(
@@ -56,7 +58,7 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def spans(self) -> list[IntColumn]:
-        """Return the ids of each token's kept-set."""
+        """Return one array per token: the ids of its kept-set."""
         return np.split(self.ids_E, np.cumsum(self.sizes_T)[:-1]) if len(self) else []
 
     def take(self, places: npt.NDArray[np.int64]) -> KeptSets:
@@ -68,7 +70,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return KeptSets(ids_E=self.ids_E[inside], sizes_T=self.sizes_T[places])
 
     def problem(self, ids_T: IntColumn) -> str:
-        """Return why these cannot be the kept-sets of the tokens ``ids_T``, in words; empty if they can."""
+        """Return why these cannot be the kept-sets of the tokens ``ids_T``, in words: a wrong number of tokens, or a
+        set that does not contain the sampled token. Empty if they can."""
         if len(self) != len(ids_T):
             return f"kept-sets of {len(self)} tokens for {len(ids_T)} tokens"
         if int(self.sizes_T.sum()) != len(self.ids_E) or (self.sizes_T < 0).any():
@@ -84,14 +87,17 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __len__(self) -> int:
+        """Return the number of tokens T."""
         return len(self.sizes_T)
 
     def __getitem__(self, span: slice) -> KeptSets:
+        """Return the kept-sets of the tokens in the slice ``span``."""
         return self.take(np.arange(len(self))[span])
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
-    """The experts that computed each token, where they were recorded. For other tokens a learner uses its own router.
+    """The experts of a mixture-of-experts model that computed each of T tokens, where they were recorded. For other
+    tokens a learner uses its own router.
 
     >>> routing = Routing.unknown(2, num_layers=1, top_k=2) + Routing(
     ...     known_T=np.array([True]), experts_RLK=np.array([[[3, 1]]], np.uint8))
@@ -106,12 +112,13 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
-        """Return the record of ``count`` tokens whose routing was not recorded."""
+        """Return the record of ``count`` tokens whose routing was not recorded, for a model with ``num_layers``
+        mixture-of-experts layers and ``top_k`` experts per token."""
         return cls(known_T=np.zeros(count, bool), experts_RLK=np.zeros((0, num_layers, top_k), dtype))
 
     @classmethod
     def concat(cls, parts: Sequence[Routing]) -> Routing:
-        """Return the concatenation of ``parts``, of which there is at least one."""
+        """Return the routing of the tokens of all ``parts``, one part after the other; there is at least one part."""
         return cls(
             known_T=np.concatenate([part.known_T for part in parts]),
             experts_RLK=np.concatenate([part.experts_RLK for part in parts]),
@@ -132,10 +139,13 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def __len__(self) -> int:
+        """Return the number of tokens T, known or not."""
         return len(self.known_T)
 
     def __getitem__(self, span: slice) -> Routing:
+        """Return the routing of the tokens in the slice ``span``."""
         return self.take(np.arange(len(self))[span])
 
     def __add__(self, other: Routing) -> Routing:
+        """Return the routing of these tokens followed by those of ``other``."""
         return Routing.concat([self, other])

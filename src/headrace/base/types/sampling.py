@@ -39,21 +39,22 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """The answer ends with the token that completes one of these strings; its tokens are kept. The text is searched
     with special tokens spelled out, so that a string may name a special token."""
     structure: str = ""
-    """What the answer must look like, in the language of the engine's mask maker; empty for anything. Tokens that do
-    not fit cannot be drawn, and kept-sets are recorded without them."""
+    """The form that the answer must have, such as a JSON schema, in the language of the engine's mask maker; empty for
+    any form. Tokens that do not fit cannot be drawn, and kept-sets are recorded without them."""
     seed: int = 0
-    """The seed: with the position it determines each draw, whatever else is in the batch."""
+    """The seed. Together with a token's position it determines the draw of that token, whatever other sequences are in
+    the batch."""
     record_kept: bool = False
-    """Whether to record each token's kept-set."""
+    """Whether to record each token's kept-set: the vocabulary entries that could be drawn."""
     record_entropy: bool = False
     """Whether to record the entropy of the distribution that each token was drawn from."""
     record_top: int = 0
     """How many of the model's likeliest entries to record at each token, with their log-probabilities at temperature 1,
     before bias, penalties and truncation; 0 for none."""
     record_routing: bool = False
-    """Whether to record the experts of each token of prompt and answer."""
+    """Whether to record the experts (of a mixture-of-experts model) of each token of prompt and answer."""
 
     @property
     def truncated(self) -> bool:
-        """Return whether the parameters exclude some tokens from being drawn."""
+        """Return whether the parameters exclude some tokens from being drawn, by top-k, top-p, min-p or a structure."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or bool(self.structure)

@@ -21,30 +21,32 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredGroup:
-    """The episodes of one group after all have ended: they share a baseline."""
+    """The episodes of one group after all of them have ended. The group is the unit that shares a baseline."""
 
     number: int
+    """The number of the group in the run."""
     episodes: tuple[EpisodeGraph, ...]
     """All episodes of the group, failed ones included."""
 
     @property
     def scored(self) -> list[EpisodeGraph]:
-        """Return the episodes that are trained: they have a reward, and nothing excludes them."""
+        """Return the episodes of the group that are trained: they have a reward, and nothing excludes them."""
         return [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
 
     @property
     def counted(self) -> list[EpisodeGraph]:
-        """Return the episodes whose rewards count in the baseline: the trained ones and the masked ones."""
+        """Return the episodes whose rewards count in the baseline of the group: the trained ones, and the masked ones,
+        whose tokens carry no loss."""
         counted = (EpisodeStatus.SCORED, EpisodeStatus.MASKED)
         return [episode for episode in self.episodes if episode.status in counted]
 
     def oldest_version(self) -> int | None:
-        """Return the oldest version that sampled a token of a scored episode; ``None`` if nothing was sampled."""
+        """Return the oldest version that sampled a token of a trained episode; ``None`` if nothing was sampled."""
         versions = self.versions()
         return None if versions is None else versions[0]
 
     def versions(self) -> tuple[int, int] | None:
-        """Return the oldest and newest version that sampled a token of a scored episode; ``None`` if nothing was
+        """Return the oldest and newest version that sampled a token of a trained episode; ``None`` if nothing was
         sampled."""
         return versions_of([turn.tokens for episode in self.scored for turn in episode.turns])
 
@@ -54,8 +56,12 @@ Credit = float | Sequence[float]
 
 
 def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
-    """Return one train sample per root-to-leaf path. A turn that two paths share carries loss in the first only. A
-    path without a token that carries loss makes no sample, as long as another path does."""
+    """Return one train sample for each root-to-leaf path of turns of ``episode``. ``advantage`` is one number for all
+    tokens, or one per turn.
+
+    A turn that two paths share carries loss in the first of them only. A path without a token that carries loss makes
+    no sample; if no path has such a token, the first one makes a sample.
+    """
     return [
         TrainSample(
             key=episode.key,
@@ -80,9 +86,11 @@ def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]
 
 
 def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArray[np.bool_]]]]:
-    """Return every path that makes a sample, with the loss mask of each of its turns."""
+    """Return every path of ``episode`` that makes a train sample: the indices of its turns, and the loss mask of each
+    of these turns."""
     trained = {index for index, turn in enumerate(episode.turns) if turn.untrained}
     found = []
+    # ``trained`` holds the turns that carry no loss in a further path: excluded ones, and those of earlier paths
     for leaf in episode.leaves():
         path = episode.path(leaf)
         turns = [episode.turns[index].tokens for index in path]
@@ -96,10 +104,11 @@ def _masked_paths(episode: EpisodeGraph) -> list[tuple[list[int], list[npt.NDArr
 
 
 class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
-    """The per-token results of an optimizer step: those of tokens that carry loss, episode after episode, each in
-    the order of :func:`loss_places`."""
+    """The results of an optimizer step for each token that carried loss, episode after episode, each in the order of
+    :func:`loss_places`. The ledger stores them."""
 
     groups_E: IntColumn
+    """The number of each episode's group in the run."""
     places_E: IntColumn
     """The index of each episode in its group."""
     sizes_E: IntColumn
@@ -117,8 +126,9 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         log_pi_N: FloatColumn,
         teacher_scores_N: TeacherScores | None = None,
     ) -> TokenResults:
-        """Return the results of the tokens of ``batch`` that carry loss. ``keys`` are the keys of its episodes, in
-        their order; ``log_pi_N`` and ``teacher_scores_N`` have one entry for each token of the batch."""
+        """Return the results of the tokens of ``batch`` that carry loss. ``keys`` are the keys of its episodes, in the
+        order in which the batch numbers them; ``log_pi_N`` (log π before the step) and ``teacher_scores_N`` have one
+        entry for each token of the batch."""
         episodes_N = np.repeat(batch.episodes_S, batch.lengths_S)
         return cls(
             groups_E=np.array([key.group for key in keys], np.int32),
@@ -129,8 +139,8 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def gaps(self, episode: EpisodeGraph) -> dict[int, FloatColumn]:
-        """Return log π − log μ of the tokens of each turn of ``episode`` that carried loss, by turn; NaN for a token
-        that carried none."""
+        """Return log π − log μ, the learner's log-probability minus the engine's, for the turns of ``episode`` that
+        carried loss: for the index of each such turn, one number per token, NaN where a token carried no loss."""
         found: dict[int, FloatColumn] = {}
         for turn, places, span in self._spans(episode):
             log_mu_T = episode.turns[turn].tokens.logprobs_T
@@ -140,7 +150,8 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         return found
 
     def teacher_scores(self, episode: EpisodeGraph) -> dict[int, TeacherScores]:
-        """Return the teacher's scores of each turn of ``episode`` that carried loss, by turn."""
+        """Return the teacher's scores of the turns of ``episode`` that carried loss, by the index of the turn; empty if
+        there are no scores."""
         if (scores := self.teacher_scores_L) is None:
             return {}
         return {
@@ -149,8 +160,8 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
         }
 
     def _spans(self, episode: EpisodeGraph) -> Iterator[tuple[int, npt.NDArray[np.int64], slice]]:
-        """Yield each turn of ``episode`` that carried loss, the indices of its tokens, and their slice of the L
-        tokens."""
+        """Yield, for each turn of ``episode`` that carried loss: its index, the indices of its tokens with loss, and
+        their slice of the L tokens. Yield nothing for an episode that was not in the batch."""
         here = (self.groups_E == episode.key.group) & (self.places_E == episode.key.place)
         if not here.any():
             return
@@ -161,12 +172,15 @@ class TokenResults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _by_token(episode: EpisodeGraph, path: Sequence[int], advantages: Sequence[float]) -> FloatColumn:
+    """Return the advantage of each token of a path: the advantage of its turn. ``path`` holds the indices of the turns,
+    ``advantages`` one number for each turn of the episode."""
     lengths = [len(episode.turns[index].tokens) for index in path]
     return np.repeat(np.array([advantages[index] for index in path], np.float32), lengths)
 
 
 def num_untrained(groups: Iterable[ScoredGroup]) -> dict[str, int]:
-    """Return the number of sampled tokens of scored episodes whose turns carry no loss, by reason."""
+    """Return the number of sampled tokens in turns that carry no loss, of the scored episodes of ``groups``, by the
+    reason why the turn carries none."""
     counts: Counter[str] = Counter()
     for turn in (turn for group in groups for episode in group.scored for turn in episode.turns):
         if turn.untrained:

@@ -1,6 +1,6 @@
-"""The scores of a teacher: its log-probabilities of tokens that another model sampled.
+"""The scores of a teacher: its log-probabilities of tokens that another model sampled. ν is the teacher's distribution.
 
-Shape legend: T tokens of one span, K entries of a teacher's distribution.
+Shape legend: T tokens of one span, K entries of a teacher's distribution (its likeliest vocabulary entries).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 
 class TopScores(msgspec.Struct, frozen=True, kw_only=True):
-    """The log-probabilities that a model gives to tokens of any origin, and its own likeliest entries."""
+    """The log-probabilities that a model gives to T tokens of any origin, and its own K likeliest vocabulary entries at
+    each of them."""
 
     logprobs_T: FloatColumn
     """The log-probability of each token; 0 for the first token of a sequence, which nothing precedes."""
     ids_TK: npt.NDArray[np.int32]
     """The likeliest entries at the position of each token, the likeliest first; 0 for the first token of a sequence."""
     logs_TK: npt.NDArray[np.float32]
-    """The log-probabilities of those entries within the whole vocabulary."""
+    """The log-probabilities of those entries, normalised over the whole vocabulary."""
 
     @classmethod
     def concat(cls, parts: Sequence[TopScores]) -> TopScores:
@@ -36,9 +37,11 @@ class TopScores(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __len__(self) -> int:
+        """Return the number of tokens T."""
         return len(self.logprobs_T)
 
     def __getitem__(self, span: slice) -> TopScores:
+        """Return the scores of the tokens in the slice ``span``."""
         return TopScores(logprobs_T=self.logprobs_T[span], ids_TK=self.ids_TK[span], logs_TK=self.logs_TK[span])
 
 
@@ -56,17 +59,17 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
     """log ν of each token, under the temperature and the kept-set that it was sampled with; NaN for a token without
     a score."""
     versions_T: IntColumn
-    """The teacher's weights: a version of the run, ``FROZEN`` for weights of another model, ``NOT_SAMPLED`` for a
-    token without a score."""
+    """The version of the teacher's weights: a version of the run, ``FROZEN`` for weights of another model,
+    ``NOT_SAMPLED`` for a token without a score."""
     ids_TK: npt.NDArray[np.int32]
     """The likeliest entries of the teacher's distribution at each position, the likeliest first. K is 0 if they were
     not requested."""
     logs_TK: npt.NDArray[np.float32]
-    """The log-probabilities of those entries, under the temperature, within the whole vocabulary."""
+    """The log-probabilities of those entries, under the temperature, normalised over the whole vocabulary."""
 
     @classmethod
     def none(cls, count: int, num_entries: int) -> TeacherScores:
-        """Return the record of ``count`` tokens that no teacher scored."""
+        """Return the record of ``count`` tokens that no teacher scored, with ``num_entries`` entries K for each."""
         return cls(
             logprobs_T=np.full(count, np.nan, np.float32),
             versions_T=np.full(count, NOT_SAMPLED, np.int32),
@@ -76,8 +79,9 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def concat(cls, parts: Sequence[TeacherScores]) -> TeacherScores:
-        """Return the concatenation of ``parts``, of which there is at least one. The number of entries K is the
-        least of the parts that have some; a part without entries then counts as one without scores."""
+        """Return the scores of the tokens of all ``parts``, one part after the other; there is at least one part. The
+        number of entries K becomes the least among the parts that have some; a part without entries then counts as one
+        without scores."""
         num = min((each.ids_TK.shape[1] for each in parts if each.ids_TK.shape[1]), default=0)
         alike = [each if each.ids_TK.shape[1] >= num else cls.none(len(each), num) for each in parts]
         return cls(
@@ -88,7 +92,8 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def scatter(self, positions: npt.NDArray[np.int64], count: int) -> TeacherScores:
-        """Return a record of ``count`` tokens with these scores at ``positions``, and no scores elsewhere."""
+        """Return a record of ``count`` tokens that has these scores at the indices ``positions``, and no scores
+        elsewhere."""
         whole = TeacherScores.none(count, self.ids_TK.shape[1])
         whole.logprobs_T[positions], whole.versions_T[positions] = self.logprobs_T, self.versions_T
         whole.ids_TK[positions], whole.logs_TK[positions] = self.ids_TK, self.logs_TK
@@ -109,9 +114,11 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
         return ""
 
     def __len__(self) -> int:
+        """Return the number of tokens T, scored or not."""
         return len(self.logprobs_T)
 
     def __getitem__(self, span: slice | npt.NDArray[np.bool_]) -> TeacherScores:
+        """Return the scores of the tokens that ``span``, a slice or a mask over the tokens, selects."""
         return TeacherScores(
             logprobs_T=self.logprobs_T[span],
             versions_T=self.versions_T[span],
@@ -120,4 +127,5 @@ class TeacherScores(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __add__(self, other: TeacherScores) -> TeacherScores:
+        """Return the scores of these tokens followed by those of ``other``."""
         return TeacherScores.concat([self, other])

@@ -50,6 +50,8 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A teacher's scores of the tokens; ``None`` if no teacher scored any."""
 
     def __post_init__(self) -> None:
+        """Convert the columns to their types, and raise ``ValueError`` if one of them does not fit the tokens: a wrong
+        length, or a kept-set without the sampled token."""
         for name, given, dtype in (
             ("ids_T", self.ids_T, _INT),
             ("logprobs_T", self.logprobs_T, _FLOAT),
@@ -75,7 +77,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def observed(cls, ids: Sequence[int] | IntColumn) -> Tokens:
-        """Return the span of given tokens, which no policy sampled."""
+        """Return the span of ``ids``, tokens that were given and not sampled by a policy, such as a prompt."""
         ids_T = np.asarray(ids, np.int32)
         if len(ids_T) > len(_NO_VERSIONS):
             return cls(
@@ -88,7 +90,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def concat(cls, parts: Sequence[Tokens]) -> Tokens:
-        """Return the concatenation of ``parts``."""
+        """Return the tokens of all ``parts``, one part after the other, with all their columns."""
         if not parts:
             return NO_TOKENS
         if len(parts) == 1:
@@ -105,19 +107,21 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def sampled_T(self) -> npt.NDArray[np.bool_]:
-        """Return, for each token, whether a policy sampled it."""
+        """Return, for each token, whether it was sampled: by a policy of the run or by an agent with frozen weights."""
         sampled_T: npt.NDArray[np.bool_] = self.versions_T != NOT_SAMPLED
         return sampled_T
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that a policy sampled."""
+        """Return the number of tokens that were sampled, by a policy of the run or by an agent with frozen weights."""
         return int(np.count_nonzero(self.versions_T != NOT_SAMPLED))
 
     def __len__(self) -> int:
+        """Return the number of tokens T."""
         return len(self.ids_T)
 
     def __getitem__(self, span: slice) -> Tokens:
+        """Return the tokens in the slice ``span``, with all their columns."""
         return Tokens(
             ids_T=self.ids_T[span],
             logprobs_T=self.logprobs_T[span],
@@ -129,6 +133,7 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def __add__(self, other: Tokens) -> Tokens:
+        """Return these tokens followed by those of ``other``."""
         return Tokens.concat([self, other])
 
 
@@ -151,8 +156,8 @@ def versions_of(spans: Sequence[Tokens]) -> tuple[int, int] | None:
 
 
 def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
-    """Return the oldest and newest version among ``versions_T``; ``None`` if no policy sampled a token. The common
-    cases, all tokens sampled or none, take two reductions."""
+    """Return the oldest and newest version of the policy among ``versions_T``; ``None`` if the policy sampled none of
+    these tokens. The common cases, all tokens sampled or none, take two reductions."""
     if not len(versions_T):
         return None
     least, most = int(np.minimum.reduce(versions_T)), int(np.maximum.reduce(versions_T))
@@ -165,6 +170,7 @@ def _versions_in(versions_T: IntColumn) -> tuple[int, int] | None:
 
 
 def _concat_kept(parts: Sequence[Tokens]) -> KeptSets | None:
+    """Return the kept-sets of consecutive parts, empty for a part without them; ``None`` if no part has any."""
     if all(part.kept is None for part in parts):
         return None
     return KeptSets.concat([KeptSets.none(len(part)) if part.kept is None else part.kept for part in parts])
@@ -179,7 +185,8 @@ def _concat_entropies(parts: Sequence[Tokens]) -> FloatColumn | None:
 
 
 def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
-    """Return the teacher's scores of consecutive parts; ``None`` if no part has them."""
+    """Return the teacher's scores of consecutive parts, with no scores for a part without them; ``None`` if no part has
+    any."""
     if all(part.teacher_scores is None for part in parts):
         return None
     return TeacherScores.concat(
@@ -188,7 +195,7 @@ def _concat_teacher_scores(parts: Sequence[Tokens]) -> TeacherScores | None:
 
 
 def _concat_routing(parts: Sequence[Tokens]) -> Routing | None:
-    """Return the routing of all parts, unknown where a part has none; ``None`` if no part has any."""
+    """Return the routing of consecutive parts, unknown for a part without it; ``None`` if no part has any."""
     shape = next((part.routing.experts_RLK for part in parts if part.routing is not None), None)
     if shape is None:
         return None

@@ -21,8 +21,8 @@ INITIAL = 0
 
 
 def mixed(older: int) -> int:
-    """Return the version of a token that was computed while weights of ``older`` were being replaced by a later
-    version.
+    """Return the number that stands for the version of a token that was computed while the weights of version ``older``
+    were being replaced by a later version. It is −2 − ``older``, so that it differs from every other version.
 
     >>> mixed(0), mixed(7)
     (-2, -9)
@@ -31,7 +31,8 @@ def mixed(older: int) -> int:
 
 
 def oldest(versions_T: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """Return the oldest version of the weights that computed each token.
+    """Return, for each token, the oldest version of the weights that computed it: a mixed version becomes its older
+    one, and any other version, ``NOT_SAMPLED`` included, stays as it is.
 
     >>> oldest(np.array([-1, 5, mixed(4)], np.int32)).tolist()
     [-1, 5, 4]

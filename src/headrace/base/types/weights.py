@@ -1,4 +1,5 @@
-"""The layout of weights in a packed buffer, and the message that a new version is there."""
+"""The layout of weights in a packed buffer, and the message that a new version is published. The *image* of a version
+is the content of that buffer: the bytes of all tensors."""
 
 from __future__ import annotations
 
@@ -15,24 +16,28 @@ transport."""
 
 
 class TensorEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The place and type of one tensor in the buffer."""
+    """The name, type, shape and place of one tensor in the packed buffer."""
 
     name: str
     dtype: str
     """The name of the dtype in torch without its prefix: ``float32``, ``bfloat16``."""
     shape: tuple[int, ...]
     offset_bytes: int
+    """The index of its first byte in the buffer."""
     num_bytes: int
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout of one packed buffer, which is the same for every version of a run."""
+    """The layout of the buffer in which all tensors are packed. It is the same for every version of a run."""
 
     entries: tuple[TensorEntry, ...]
+    """The tensors, in the order of their places."""
     total_bytes: int
+    """The size of the buffer."""
 
     def differences(self, other: Manifest) -> list[str]:
-        """Return every way in which ``other`` differs from this layout, in words; empty if it fits."""
+        """Return every way in which the layout ``other`` differs from this one in names, types and shapes, in words;
+        empty if its tensors fit."""
         mine = {entry.name: entry for entry in self.entries}
         theirs = {entry.name: entry for entry in other.entries}
         lines = [f"{name}: missing" for name in mine if name not in theirs]
@@ -45,9 +50,11 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
-    """One published version: where its bytes are and what they must hash to."""
+    """One published version of the weights: where its bytes are, and the checksums that they must have. The learner
+    makes it, and engines stage the version by it."""
 
     version: int
+    """The version that is published."""
     slot: int
     """The index of the learner's buffer that contains the version."""
     path: str
@@ -73,7 +80,7 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Interrupt(enum.StrEnum):
-    """The treatment of running sequences when new weights are committed."""
+    """What happens to running sequences of an engine when new weights are committed."""
 
     INFLIGHT = "inflight"
     """The weights change between two steps; sequences keep their cache and continue."""
@@ -98,9 +105,10 @@ class Interrupt(enum.StrEnum):
 
 
 class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The costs of one commit."""
+    """The costs of one commit in an engine."""
 
     version: int
+    """The version that was committed."""
     gap_s: float
     """How long the engine's step loop stood still for the commit, in seconds."""
     carried_over: int
@@ -108,6 +116,7 @@ class SwapReport(msgspec.Struct, frozen=True, kw_only=True):
     restarted: int
     """The number of sequences that had to begin again."""
     mode: Interrupt = Interrupt.INFLIGHT
+    """How running sequences were treated."""
     waited_s: float = 0.0
     """Seconds from the call to the change of weights: the time that draining or streaming took while decoding
     continued."""

@@ -1,5 +1,6 @@
-"""The feeder of the learner: it builds batches and orders their steps ahead of time, so that the learner need not wait
-between steps."""
+"""The feeder of the learner: it takes batches from the flow and orders their steps ahead of time, so that the learner
+need not wait between steps. To *order* a step is to queue its work in the learner: train, copy the weights and, if a
+checkpoint is due, save."""
 
 from __future__ import annotations
 
@@ -26,21 +27,25 @@ from headrace.flow.policies import STALE
 from headrace.learner.base import Publication
 
 UNTAUGHT = "untaught"
-"""The reason of a token without loss that the teacher has not read, although it has read others of the batch."""
+"""The reason under which a token without loss is counted that the teacher has not scored, although it has scored others
+of the batch."""
 ORDERED_AHEAD = 2
-"""Number of steps that are ordered at most: the one that the learner works on, and the next."""
+"""Greatest number of steps that are ordered at a time: the one that the learner works on, and the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderedStep:
-    """One step that was ordered from the learner: train, take a snapshot and, if one is due, save, in this order."""
+    """One step that was ordered from the learner: to train, to take a snapshot and, if one is due, to save a
+    checkpoint, in this order."""
 
     step: int
+    """The number of the step."""
     groups: list[ScoredGroup]
+    """The groups that it trains."""
     stats: BatchStats
     """Statistics of the episodes in these groups."""
     batch: Batch
-    """The batch before tokens lost their loss by staleness or a missing teacher."""
+    """The batch before single tokens lost their loss because they are stale or have no teacher's score."""
     ages: dict[int, int]
     """Number of tokens that carry loss, by age in versions."""
     masked: dict[str, int]
@@ -52,15 +57,18 @@ class OrderedStep:
     slot_s: float
     """The time at which a weight buffer was free, on the clock."""
     snapshot: asyncio.Task[Publication]
-    """The task that returns the publication of the new weights."""
+    """The task that returns the snapshot of the new weights, to be published to the engines."""
     saving: Saving | None
-    """The checkpoint after the step; ``None``: none is due."""
+    """The checkpoint that is written after the step; ``None``: none is due."""
 
 
 class Feeder:
-    """Takes batches from the flow as soon as they are ready, and orders their steps."""
+    """Takes batches from the flow as soon as they are ready, and orders their steps. The learning loop owns it and
+    completes the steps."""
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver) -> None:
+        """Take batches from the flow of ``state``. ``sync`` provides the weight buffers, and ``saver`` writes the
+        checkpoints that are due."""
         self._state = state
         self._sync = sync
         self._saver = saver
@@ -69,7 +77,7 @@ class Feeder:
         self._awaited = False
 
     async def next(self) -> OrderedStep | None:
-        """Wait for the next step that was ordered; return ``None`` after the last."""
+        """Wait for the next step that was ordered, and return it; ``None`` after the last."""
         self._awaited = True
         try:
             return await self._orders.get()
@@ -77,11 +85,11 @@ class Feeder:
             self._awaited = False
 
     def done(self) -> None:
-        """Note that a step is over, so that one more may be ordered."""
+        """Note that a step is complete, so that one more may be ordered."""
         self._orders_allowed.release()
 
     async def run(self) -> None:
-        """Order steps until the last one, or until the run is to stop."""
+        """Order steps until the last one, until no further batch can come, or until the run is to stop."""
         async with asyncio.TaskGroup() as orders:
             while True:
                 await self._orders_allowed.acquire()
@@ -92,7 +100,7 @@ class Feeder:
             await self._orders.put(None)
 
     async def _next_batch(self) -> TakenBatch | None:
-        """Wait for a batch of the flow; return ``None`` if there will be no more."""
+        """Wait for a batch of the flow and return it; ``None`` if there will be no more."""
         state = self._state
         while not (state.stop_requested or state.flow.finished):
             taken = state.flow.take()
@@ -104,8 +112,9 @@ class Feeder:
         return None
 
     async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> OrderedStep:
-        """Order one step. Tasks run in the order in which they are created, so the learner gets its orders in this
-        order."""
+        """Lay out the batch that was taken, order its step from the learner, and return the ordered step. ``orders`` is
+        the group of its tasks; tasks begin in the order in which they are created, so the learner gets its orders in
+        this order."""
         state = self._state
         step = taken.step
         with state.board.requesting(
@@ -153,8 +162,8 @@ class Feeder:
                 await self._state.parts.engine.pause(release=True)
 
     def _refuse_too_old(self, taken: TakenBatch) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` for a token older than the staleness bound. The policy keeps
-        the bound, so such a group was admitted under other settings."""
+        """Raise :class:`~headrace.base.errors.RunError` if the batch would train a token older than the staleness
+        bound. The policy keeps the bound, so such a group was admitted under other settings, before a restart."""
         flow = self._state.flow.state
         floor = -1 if taken.oldest_version is None else taken.oldest_version
         oldest_versions = {flow.groups[group.number].oldest_version for group in taken.groups}
@@ -167,11 +176,14 @@ class Feeder:
                 )
 
     async def _train(self, batch: Batch) -> tuple[StepReport, float]:
+        """Let the learner train on ``batch``. Return its report, and the time on the clock at which the report came."""
         with self._state.board.requesting("learner", f"step {batch.step}", provider="the learner"):
             report = await self._state.parts.learner.train(batch)
         return report, self._state.parts.clock.now()
 
     async def _snapshot(self, version: int, slot: int) -> Publication:
+        """Let the learner copy its weights, which are ``version``, into the buffer ``slot``, and return the
+        snapshot."""
         with self._state.board.requesting("learner", f"a copy of version {version}", provider="the learner"):
             return await self._state.parts.learner.snapshot(version, slot)
 
@@ -179,8 +191,9 @@ class Feeder:
 def collate(
     step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
 ) -> Batch:
-    """Build the batch of a step. ``advantages`` has the credit of each episode that counts in a baseline, in order;
-    ``agents`` are the roles that train adapters of their own."""
+    """Return the batch of a step, made of the trained episodes of ``groups``. ``advantages`` has the credit of each
+    episode that counts in a baseline, in order; ``agents`` are the roles that train adapters of their own, beside the
+    policy's."""
     episodes = [episode for group in groups for episode in group.counted]
     credited = zip(episodes, advantages, strict=True)
     trained = EpisodeStatus.SCORED
@@ -189,8 +202,8 @@ def collate(
 
 
 def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that versions before ``oldest_version`` sampled. Return the batch, and the number of
-    these tokens by reason."""
+    """Remove the loss of tokens that versions before ``oldest_version`` sampled; ``None``: of no tokens. Return the
+    batch, and the number of these tokens by reason, empty if there are none."""
     if oldest_version is None:
         return batch, {}
     stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
@@ -201,8 +214,9 @@ def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict
 
 
 def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that no teacher has read, such as tokens scored before a resumed run had teachers.
-    Return the batch, and the number of these tokens by reason. A batch without any scored token stays as it is."""
+    """Remove the loss of tokens that no teacher has scored, such as tokens that were recorded before a resumed run had
+    teachers. Return the batch, and the number of these tokens by reason, empty if there are none. A batch without any
+    scored token stays as it is."""
     if batch.teacher_scores is None:
         return batch, {}
     mask_N = batch.mask_N & batch.teacher_scores.known_T

@@ -1,4 +1,5 @@
-"""The loop that completes the learner's steps, passes their snapshots on, and tunes the limits of the flow."""
+"""The loop that completes the learner's steps, passes the snapshots of its weights on, and tunes the limits of the flow
+(the state machine of groups that feeds the learner)."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ LOOK_S = 1.0
 
 
 class LearningLoop:
-    """Takes scored groups, and produces new weights."""
+    """The controller's learner loop: it takes batches of scored groups, and produces new versions of the weights."""
 
     contract = LoopContract(
         name="learner",
@@ -36,7 +37,8 @@ class LearningLoop:
     )
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, has_teachers: bool) -> None:
-        """``has_teachers`` says whether a teacher gives a signal even where all rewards are equal."""
+        """Train for the run ``state``. ``sync`` receives the new weights, ``saver`` writes checkpoints.
+        ``has_teachers`` says whether a teacher gives a training signal even where all rewards are equal."""
         self._state = state
         self._has_teachers = has_teachers
         self._sync = sync
@@ -47,7 +49,8 @@ class LearningLoop:
         self._without_signal = 0
 
     async def run(self) -> None:
-        """Train until the last step, or until the run is to stop. All versions are committed when this returns."""
+        """Train until the last step, until the rows are used up, or until the run is to stop. All versions are
+        committed, and a checkpoint is written, when this returns."""
         state = self._state
         self._free_since_s = state.parts.clock.now()
         async with asyncio.TaskGroup() as group:
@@ -66,7 +69,8 @@ class LearningLoop:
         await self._saver.save_if_new(state.flow.state.version)
 
     async def _finish(self, ordered: OrderedStep) -> None:
-        """Complete one step, from its order to its record."""
+        """Wait until the learner has carried out one ordered step, pass its weights on to the engines, and record the
+        step in ledger, metrics and trace."""
         state = self._state
         clock = state.parts.clock
         state.board.working("learner", f"step {ordered.step}")
@@ -106,8 +110,8 @@ class LearningLoop:
             self._free_since_s = clock.now()
 
     def _trace_wait(self, ordered: OrderedStep) -> None:
-        """Add the learner's wait to the trace: until the last episode of the batch had ended it waited for episodes,
-        and then for rewards and the batch itself."""
+        """Add the learner's wait for the batch to the trace, in two parts: until the last episode of the batch had
+        ended it waited for episodes, and then for rewards and the batch itself."""
         since_s = self._free_since_s
         last_s = min(max(ordered.stats.ends_s, default=since_s), ordered.ordered_s)
         if last_s > since_s:
@@ -116,7 +120,8 @@ class LearningLoop:
             self._state.span("learner", "wait rewards", max(since_s, last_s), ordered.step, end_s=ordered.ordered_s)
 
     def _stop_without_signal(self, groups: list[ScoredGroup]) -> None:
-        """Warn of steps whose rewards are all equal, and end the run after too many of them in a row."""
+        """Warn of steps that give no training signal, since all rewards are equal or every answer is masked. Raises
+        :class:`~headrace.base.errors.NothingToLearn` after too many of them in a row."""
         state = self._state
         masked = not any(group.scored for group in groups)
         has_signal = have_signal(groups) or (self._has_teachers and not masked)
@@ -150,11 +155,13 @@ class Tuning:
     reason."""
 
     def __init__(self, state: RunState) -> None:
+        """Tune the limits of the flow of ``state``."""
         self._state = state
         self._tuner: AgeTuner | None = None
 
     def after_step(self, report: StepReport, ages: Mapping[int, int]) -> None:
-        """Change the staleness bound if the metrics of a step call for it."""
+        """Change the staleness bound if the metrics of a step call for it and ``flow.max_age`` is ``"auto"``. ``ages``
+        is the number of tokens that the step trained, by age."""
         flow = self._state.flow
         if flow.config.max_age != "auto":
             return
@@ -165,7 +172,8 @@ class Tuning:
             self._state.event(why)
 
     async def watch_engine(self) -> None:
-        """Change the capacity whenever the engine's counters call for it, until cancelled."""
+        """Change the capacity whenever the engine's counters call for it, until cancelled. Return at once unless
+        ``flow.capacity`` is ``"auto"``."""
         state, flow = self._state, self._state.flow
         if flow.config.capacity != "auto":
             return

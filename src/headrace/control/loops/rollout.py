@@ -1,4 +1,5 @@
-"""The loop that starts groups when the flow admits them, and runs their episodes."""
+"""The loop that starts groups when the flow admits them, and runs their episodes. A *part* of a turn is a chunk of its
+tokens, as an engine sends it; a *lane* is one row of the event trace."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
 
 
 class RolloutLoop:
-    """Takes free slots, and produces finished episodes."""
+    """The controller's rollout loop: it takes groups that the flow admits, and produces finished episodes."""
 
     contract = LoopContract(
         name="rollout",
@@ -40,8 +41,9 @@ class RolloutLoop:
     def __init__(
         self, state: RunState, finished: FinishedEpisodes, on_turn: OnTurn, on_part: Callable[[TokenChunk], None]
     ) -> None:
-        """``on_part`` is called with the tokens of every turn when they arrive, including those of an earlier life of
-        the run."""
+        """Put episodes that have ended into the queue ``finished``. ``on_turn`` is called with each turn that was
+        sampled. ``on_part`` is called with the tokens of every turn when they arrive, including those of an earlier
+        life of the run."""
         self._state = state
         self._finished = finished
         self._on_part = on_part
@@ -73,12 +75,13 @@ class RolloutLoop:
         )
 
     async def run(self) -> None:
-        """Start groups until the last step has its batch; in a replay, until cancelled."""
+        """Start groups until the last step has its batch; in a replay, until cancelled. Raises
+        :class:`~headrace.base.errors.DataError` if no row of the dataset fits the context."""
         state = self._state
         if not any(self._length(task) <= state.parts.max_context for task in state.parts.tasks):
             raise self._nothing_fits("no row fits")
         async with asyncio.TaskGroup() as episodes:
-            while state.flow.starts_groups:
+            while state.flow.may_admit:
                 self._start_admitted(episodes)
                 held, since_s = state.flow.state.num_held, state.parts.clock.now()
                 held_back = state.flow.state.free_capacity <= 0 and not state.parts.engine.stats().waiting
@@ -92,7 +95,8 @@ class RolloutLoop:
                     state.metrics.held_back(state.parts.clock.now() - since_s)
 
     async def _next_chance(self, planned_s: float | None) -> None:
-        """Wait until the flow has changed, or until the pacing lets a group start."""
+        """Wait until the flow has changed or, if ``planned_s`` is not ``None``, until that time on the clock, at which
+        the pacing may let a group start."""
         state = self._state
         delay_s = None if planned_s is None else planned_s - state.parts.clock.now()
         with suppress(TimeoutError):
@@ -100,12 +104,13 @@ class RolloutLoop:
                 await state.flow.changed.wait()
 
     def _grew(self, part: TokenChunk) -> None:
+        """Pass tokens that have arrived for a running turn on to the ledger and to the scoring loop."""
         self._state.flow.running_turns.add(part)
         self._on_part(part)
 
     def _nothing_fits(self, what: str) -> DataError:
-        """Return the error for rows whose prompts do not fit the context with an answer. ``what`` is the beginning of
-        its sentence."""
+        """Return the error that ends the run if no row's prompt fits into the context together with an answer. ``what``
+        is the beginning of its sentence."""
         return DataError(
             f"{what} the context of {self._state.parts.max_context} tokens with an answer of "
             f"{self._state.parts.sampling.max_new_tokens}",
@@ -113,7 +118,8 @@ class RolloutLoop:
         )
 
     def _start_admitted(self, episodes: asyncio.TaskGroup) -> None:
-        """Start all groups that the flow admits now."""
+        """Start all groups that the flow admits now. A group that cannot start is dropped, so the flow is asked until
+        it admits none."""
         while (
             admissions := self._state.flow.admit()
         ):  # a group that cannot start is dropped, which frees its slot at once
@@ -121,8 +127,8 @@ class RolloutLoop:
                 self._start(admission, episodes)
 
     def _start(self, admission: Admission, episodes: asyncio.TaskGroup) -> None:
-        """Start the episodes of an admitted group, or drop the group if its row cannot be used any more. Episodes that
-        ended before the run was resumed are passed on as they are."""
+        """Start the episodes of an admitted group as tasks of ``episodes``, or drop the group if its row cannot be
+        used. Episodes that ended before the run was resumed are passed on as they are."""
         state = self._state
         if admission.row >= len(state.parts.tasks):
             state.warn(f"row {admission.row + 1} is not in the dataset any more: dropped")
@@ -161,19 +167,20 @@ class RolloutLoop:
                 episodes.create_task(self._run(group, place, begun))
 
     def _drop(self, admission: Admission, reason: str) -> None:
+        """Drop a group that was admitted and cannot start, and tell the curriculum that it gave no rewards."""
         self._state.observe(admission.number, admission.row, ())
         self._state.flow.drop(admission.number, reason)
 
     def _length(self, task: Task) -> int:
-        """Return the number of tokens of the prompt and the longest answer; 0 if the environment makes its own
-        prompts."""
+        """Return the number of tokens of the task's prompt and the longest answer together; 0 if the environment makes
+        its own prompts."""
         if not self._state.parts.env.asks_prompt:
             return 0
         return len(task.prompt_ids_T) + self._state.parts.sampling.max_new_tokens
 
     async def _run(self, group: OpenGroup, place: int, begun: Sequence[TokenChunk]) -> None:
-        """Run one episode and put it into the queue of finished ones. ``begun`` are the recorded parts of a turn that
-        was running when the run was interrupted."""
+        """Run the episode at index ``place`` of the group, and put it into the queue of finished ones. ``begun`` are
+        the recorded tokens of its turns from before the run was interrupted, from which it continues."""
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
@@ -194,7 +201,8 @@ class RolloutLoop:
 
 
 def _other_prompt(ended: Sequence[EpisodeGraph], task: Task) -> bool:
-    """Return whether one of the episodes began with a prompt other than that of ``task``."""
+    """Return whether one of the episodes that ended before a restart began with another prompt than that of ``task``
+    now."""
     first = [episode.turns[0] for episode in ended if episode.turns]
     prompts = [turn.tokens.ids_T for turn in first if turn.author == "task"]
     return any(not np.array_equal(ids_T, task.prompt_ids_T) for ids_T in prompts)

@@ -1,4 +1,5 @@
-"""The loop that scores finished episodes and closes their groups."""
+"""The loop that scores finished episodes and closes their groups. A group is *closed* when all of its episodes have
+ended: the filters then decide whether it is trained or dropped."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from headrace.rollout.scoring import Graded, ScoringContext
 
 
 class ScoringLoop:
-    """Takes finished episodes, and produces scored groups."""
+    """The controller's scoring loop: it takes finished episodes, and produces scored groups."""
 
     contract = LoopContract(
         name="scoring",
@@ -40,6 +41,7 @@ class ScoringLoop:
     )
 
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
+        """Score the episodes that arrive in the queue ``finished``, each with its group."""
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0
@@ -58,7 +60,7 @@ class ScoringLoop:
         self._context = FilterContext(decode=state.parts.decode, seed=state.run.seed)
 
     async def run(self) -> None:
-        """Score episodes until cancelled: the learning loop decides when the run is over."""
+        """Score episodes until cancelled; the learning loop decides when the run is over."""
         state = self._state
         async with asyncio.TaskGroup() as scorings:
             if state.parts.teachers is not None:
@@ -75,7 +77,7 @@ class ScoringLoop:
 
     @contextmanager
     def _show_turn_scoring(self) -> Iterator[None]:
-        """Show in the table of loops and in the trace that a turn is scored, inside this context."""
+        """Show in the table of loops and in the trace that a turn is being scored, while the body runs."""
         state = self._state
         start_s = state.parts.clock.now()
         with state.board.requesting("scoring", "a process reward", provider="scoring workers"):
@@ -84,27 +86,32 @@ class ScoringLoop:
 
     @contextmanager
     def _show_teacher_call(self) -> Iterator[None]:
-        """Show in the table of loops and in the trace that a teacher reads an answer, inside this context."""
+        """Show in the table of loops and in the trace that a teacher scores an answer, while the body runs."""
         with self._state.board.requesting("scoring", "what a teacher says", provider="teachers"), self._teacher_lane:
             yield
 
     def restore_pivots(self, ledger: Ledger, step: int) -> None:
-        """Restore the statistics of pivots from the ledger, up to the checkpoint at ``step``."""
+        """Restore the statistics of pivots, by which further ones are chosen, from the ledger, up to the checkpoint at
+        ``step``; do nothing if the run samples no branches."""
         if self._pivots is not None:
             self._pivots.restore(ledger, step)
 
     def tokens_arrived(self, part: TokenChunk) -> None:
-        """Note tokens of a turn that have arrived."""
+        """Note tokens of a turn that have arrived. They are kept while the episode runs, in case branches are sampled
+        from it."""
         if self._pivots is not None:
             self._pivots.sampled_turns.add(part)
 
     def turn_ended(self, key: EpisodeKey, task: Task, prompt_ids_T: IntColumn, turn: Turn) -> None:
-        """Begin to score a turn that has been sampled; its episode may continue."""
+        """Begin to give a turn of the episode ``key`` its process reward, if turns are scored. The turn was sampled
+        after ``prompt_ids_T``; its episode may continue."""
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
     def _handle_episode(self, group: OpenGroup, episode: EpisodeGraph, scorings: asyncio.TaskGroup) -> None:
-        """Score an episode that has come to its end, or its group as a whole once that is complete."""
+        """Begin to score an episode that has come to its end, as a task of ``scorings``. If the scorer needs whole
+        groups, the episode waits until its group is complete. An episode that has failed or was withdrawn is recorded
+        without a score."""
         by_group = self._state.parts.scorer.by_group
         earned = episode.status is EpisodeStatus.FINISHED and episode.reward is not None
         if self._teaching is not None and not episode.status.ended:
@@ -125,12 +132,14 @@ class ScoringLoop:
                 scorings.create_task(self._score(group, unscored))
 
     async def _score(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
+        """Score episodes of one group, add branches to those that have failed, and record them."""
         await self._score_answers(group, episodes)
         await self._add_branches(group, episodes)
         self._finish_episodes(group, episodes)
 
     async def _add_branches(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Add branches to the episodes that have failed."""
+        """Sample branches from within those of ``episodes`` whose reward says that they failed, if the run resamples
+        from pivots."""
         if self._pivots is None:
             return
         async with asyncio.TaskGroup() as tasks:
@@ -138,7 +147,7 @@ class ScoringLoop:
                 tasks.create_task(self._pivots.add_branches(group, episode))
 
     async def _score_branches(self, group: OpenGroup, attempts: Sequence[EpisodeGraph]) -> None:
-        """Score the attempts at branches that have come to their end."""
+        """Score the attempts at branches of one pivot that have come to their end."""
         finished = [attempt for attempt in attempts if attempt.status is EpisodeStatus.FINISHED]
         for attempt in attempts:
             if self._turns is not None and attempt.status is not EpisodeStatus.FINISHED:
@@ -153,7 +162,7 @@ class ScoringLoop:
             await self._score_answers(group, unscored)
 
     async def _score_answers(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Score episodes of one group, and grade each of them."""
+        """Score episodes of one group together, and give each of them its reward."""
         state = self._state
         texts = tuple(completion_text(state.parts, episode) for episode in episodes)
         with state.board.requesting("scoring", "a reward", provider="scoring workers"), self._scoring_lane:
@@ -163,23 +172,28 @@ class ScoringLoop:
         state.metrics.answer_scored(texts[-1], episodes[-1].reward)
 
     def _context_of(self, episodes: Sequence[EpisodeGraph]) -> ScoringContext:
-        """Return the context that rewards may request beside task and text. Its step is the version under which the
-        group was admitted, so that it is the same whenever and however often the group is scored."""
+        """Return the context that reward functions may request in addition to task and text. Its step is the version
+        under which the group was admitted, so that it is the same whenever and however often the group is scored."""
         ids = tuple(completion_ids(episode) for episode in episodes)
         return ScoringContext(completion_ids=ids, trainer=self._trainer(episodes[0].key))
 
     def _trainer(self, key: EpisodeKey) -> TrainerState:
+        """Return the trainer state for rewards of the episode ``key``: that of the version under which its group was
+        admitted."""
         group = self._state.flow.state.groups.get(key.group)
         version = None if group is None else group.oldest_version
         return trainer_state(self._state, version or 0)
 
     async def _finish_with_reward(self, group: OpenGroup, episode: EpisodeGraph, graded: Graded) -> None:
+        """Give an episode the reward that its environment has returned, add branches if it has failed, and record
+        it."""
         await self._grade(episode, graded)
         await self._add_branches(group, [episode])
         self._finish_episodes(group, [episode])
 
     async def _grade(self, episode: EpisodeGraph, graded: Graded) -> None:
-        """Give an episode its reward: that of the whole episode, those of its turns, and the scores of a teacher."""
+        """Give an episode its final reward: that of the whole episode in ``graded``, combined with those of its turns.
+        Wait for the scores of its teacher; if the teacher failed, the episode fails."""
         failure = "" if self._teaching is None else await self._teaching.finish(episode)
         if self._turns is not None:
             graded = await self._turns.add(episode, graded)
@@ -187,7 +201,8 @@ class ScoringLoop:
         assign_reward(episode, msgspec.structs.replace(graded, reward=None, failure=failure) if failure else graded)
 
     def _finish_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
-        """Record scored episodes, and close their group when all of its episodes have ended."""
+        """Record episodes of one group that have ended, scored or not, and close the group when all of its episodes
+        have ended."""
         state = self._state
         for episode in episodes:
             group.episodes[episode.key.place] = episode
@@ -205,7 +220,8 @@ class ScoringLoop:
             self._close_group(group)
 
     def _close_group(self, group: OpenGroup) -> None:
-        """Apply the filters to a complete group, then add it to the flow or drop it."""
+        """Apply the filters to a complete group, then add it to the flow's buffer of ready groups, or drop it. Too many
+        dropped groups in a row end the run."""
         state = self._state
         state.observe(group.number, group.task.row_index, rewards_of(group.in_order))
         closed = close_group(
@@ -234,7 +250,7 @@ class ScoringLoop:
             state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
 
     def _record_set_aside(self, closed: ClosedGroup) -> None:
-        """Record in the ledger which episodes of a kept group are not trained."""
+        """Record in ledger and metrics which episodes of a kept group the filters have left out or masked."""
         fates = dict.fromkeys((episode.status, episode.cause) for episode in closed.changed)
         for status, reason in fates:
             places = [e.key.place for e in closed.changed if (e.status, e.cause) == (status, reason)]
@@ -243,8 +259,8 @@ class ScoringLoop:
             self._state.metrics.episode_set_aside(episode)
 
     def _stop_if_all_fail(self) -> None:
-        """Count a group that was dropped because its episodes failed, and end the run after ``flow.max_failed_groups``
-        of them in a row."""
+        """Count a group that was dropped because its episodes failed. Raises :class:`~headrace.base.errors.EnvError`
+        after ``flow.max_failed_groups`` of them in a row."""
         self._failed_in_a_row += 1
         if self._failed_in_a_row < self._state.flow_config.max_failed_groups:
             return

@@ -1,4 +1,5 @@
-"""The loop that follows each published version until every engine uses it.
+"""The loop that follows each published version of the weights until every engine uses it. An engine *stages* a version
+when it brings the weights next to its model and verifies them, and *commits* it when it uses them from then on.
 
 The learner announces a version to the engines of its machine itself. They stage it while they decode, and commit it
 between two of their steps, at once or in turn. This loop records these commits, orders what has not been announced, and
@@ -18,16 +19,18 @@ from headrace.flow.flow import Signal
 from headrace.learner.base import Publication
 
 MAX_SENDS = 4
-"""Number of times that one version is sent before the run ends, since engines may die or join while it is sent."""
+"""Greatest number of times that one version is sent before the run ends, since engines may die or join while it is
+sent."""
 RESEND_DELAY_S = 1.0
 """Seconds before a version is sent again. After that time, the death of an engine that was not reached is known."""
 
 
 class SyncLoop:
-    """Takes publications, and turns each into a committed version. A version is committed when every present engine
-    uses it.
+    """The controller's sync loop: it takes publications (snapshots of the learner's weights), and turns each into a
+    committed version. A version is committed when every present engine uses it.
 
-    There are two buffers: the engines read the one that they committed last, and the learner fills the other.
+    There are two buffers, numbered slots: the engines read the one that they committed last, and the learner fills the
+    other.
     """
 
     contract = LoopContract(
@@ -39,6 +42,7 @@ class SyncLoop:
     )
 
     def __init__(self, state: RunState) -> None:
+        """Begin with all buffers free and no version published."""
         self._state = state
         self._published: asyncio.Queue[Publication] = asyncio.Queue(maxsize=NUM_SLOTS)
         self._free = set(range(NUM_SLOTS))
@@ -47,16 +51,17 @@ class SyncLoop:
         self._late_engine_skipped = False
         self._freed = Signal()
         self.earlier_checksums: dict[int, str] = {}
-        """The hash of the weights of each version that an earlier life of the run committed, to compare with."""
+        """The hash of the weights of each version that an earlier life of the run committed, by version, to compare
+        with."""
 
     async def free_slot(self) -> int:
-        """Wait for a buffer that no engine reads, and reserve it."""
+        """Wait for a buffer that no engine reads, reserve it for the learner's next snapshot, and return its index."""
         while not self._free:
             await self._freed.wait()
         return self._free.pop()
 
     def publish(self, publication: Publication) -> None:
-        """Queue a snapshot that the learner has made, for delivery to the engines."""
+        """Queue a snapshot that the learner has made, so that the loop delivers it to the engines."""
         self._published.put_nowait(publication)
 
     async def drained(self) -> None:
@@ -64,7 +69,8 @@ class SyncLoop:
         await self._published.join()
 
     async def run(self) -> None:
-        """Deliver each published version to the engines; this ends only by cancellation."""
+        """Deliver each published version to the engines, and the newest one to engines that join late, until
+        cancelled."""
         state = self._state
         while True:
             with state.board.waiting("sync", "a new version", on="learner"):
@@ -76,7 +82,8 @@ class SyncLoop:
             self._published.task_done()
 
     async def deliver(self, publication: Publication) -> None:
-        """Follow one version from its snapshot to its commit."""
+        """Follow one version from its snapshot until all engines have committed it, and then free the groups' slots and
+        the buffer that the version before it used."""
         state = self._state
         clock = state.parts.clock
         version = publication.version
@@ -95,8 +102,8 @@ class SyncLoop:
         state.board.progress()
 
     async def _next_publication(self) -> Publication | None:
-        """Wait for the next publication. Return ``None`` if an engine that lacks the newest version joins before it
-        comes."""
+        """Wait for the next publication and return it; return ``None`` if an engine that lacks the newest version joins
+        before it comes."""
         engine_set = self._state.parts.engine_set
         if engine_set is None or self._late_engine_skipped:
             return await self._published.get()
@@ -109,8 +116,8 @@ class SyncLoop:
         return None if published.cancelled() else published.result()
 
     async def _wait_for_announcement(self, publication: Publication) -> WeightUpdate:
-        """Wait until the learner has published the version, and return the update. If the version could not be sent
-        because engines have ended, let the learner send it again to the present engines."""
+        """Wait until the learner has hashed and announced the version, and return the update. If the version could not
+        be sent because engines have ended, let the learner send it again to the present engines."""
         try:
             return await self._state.parts.learner.published(publication)
         except WeightsError as error:
@@ -122,8 +129,9 @@ class SyncLoop:
     async def _resend(
         self, publication: Publication, why: WeightsError, before: WeightUpdate | None = None
     ) -> WeightUpdate:
-        """Let the learner send the whole version again to the present engines that lack it. ``before`` is the update
-        that other engines have staged; these continue without the engines that the version still does not reach."""
+        """Let the learner send the full weights of the version again to the present engines that lack it, and return
+        the new update. ``why`` is the error that makes this necessary. ``before`` is the update that other engines have
+        staged; these continue without the engines that the version still does not reach, and ``before`` is returned."""
         engine_set = self._state.parts.engine_set
         for left in reversed(range(MAX_SENDS)):
             self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
@@ -158,8 +166,12 @@ class SyncLoop:
     async def _stage_and_commit_everywhere(
         self, publication: Publication, update: WeightUpdate, *, sent_again: bool = False
     ) -> tuple[WeightUpdate, SwapReport]:
-        """Stage and commit an update. If an engine cannot apply it, send the whole version again. An engine that cannot
-        apply the whole version either is dropped from this version, if other engines can."""
+        """Stage and commit an update on all engines. Return the update that was used, and the costs of the commit.
+
+        If an engine cannot apply the update, the full weights are sent again. An engine that cannot apply these either
+        (``sent_again`` says that they were sent already) is dropped from this version, if other engines can apply it.
+        Raises after :data:`MAX_SENDS` tries.
+        """
         tries = 1
         while True:
             try:
@@ -173,12 +185,14 @@ class SyncLoop:
             update, sent_again, tries = await self._resend(publication, why, update), True, tries + 1
 
     def _drop_lagging(self, version: int, why: WeightsError) -> bool:
-        """Return whether the engines that have staged ``version`` continue without the others."""
+        """Let the engines that have staged ``version`` continue without those that have not. Return whether this was
+        possible: not if no engine has staged it, or there is only one engine."""
         engine_set = self._state.parts.engine_set
         return engine_set is not None and engine_set.drop_lagging(version, why.problem)
 
     async def _stage_and_commit(self, update: WeightUpdate) -> SwapReport:
-        """Stage an update and commit it, once."""
+        """Stage an update on the engines and commit it, one time each, and return the costs of the commit. The error of
+        a missed deadline says what engine and learner last reported."""
         state, version = self._state, update.version
         clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
@@ -199,7 +213,8 @@ class SyncLoop:
         return report
 
     def _last_known_state(self, update: WeightUpdate) -> str:
-        """Return a clause that says what learner and engine last reported about a version, for an error."""
+        """Return a clause, for an error message, that says what learner and engine last reported about the version of
+        ``update``."""
         engine = self._state.parts.engine.stats()
         return (
             f"the learner's last word: version {update.version} is published ({update.num_bytes} bytes at "
@@ -208,7 +223,8 @@ class SyncLoop:
         )
 
     def _release(self, slot: int) -> None:
-        """Free the buffer that was committed before ``slot``, because no engine reads it any more."""
+        """Note that the buffer ``slot`` is the committed one, and free the one that was committed before it, which no
+        engine reads any more."""
         # Engines read the committed buffer until the next commit; only the one before it is free.
         if self._committed_slot is not None:
             self._free.add(self._committed_slot)
@@ -216,7 +232,8 @@ class SyncLoop:
         self._freed.notify()
 
     def _compare_with_earlier_life(self, version: int, checksum: str) -> None:
-        """Warn if a version that is made again has other weights than in the earlier life of the run."""
+        """Warn if ``version``, which is made again after a restart, has other weights than in the earlier life of the
+        run. ``checksum`` is the hash of its weights now."""
         before = self.earlier_checksums.pop(version, checksum)
         if before != checksum:
             self._state.warn(
@@ -226,7 +243,7 @@ class SyncLoop:
 
 
 def version_checksum(update: WeightUpdate) -> str:
-    """Return one hash of the hashes of all tensors."""
+    """Return one hash of the whole version, as hexadecimal text: the hash of the hashes of all tensors."""
     digest = hashlib.blake2b(digest_size=16)
     for checksum in update.checksums:
         digest.update(checksum.to_bytes(8, "big"))

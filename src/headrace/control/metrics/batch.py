@@ -1,8 +1,10 @@
-"""The metrics of one batch, computed from its episodes, groups and tokens by functions without state.
+"""The metrics of one batch, computed from its episodes, groups and tokens by stateless functions.
 
     groups of a batch ──batch_stats──▶ BatchStats ──episode_metrics, group_metrics, reward_part_means, ...──▶ metrics
 
-Every name is a row of :mod:`headrace.base.types.metrics`.
+Every metric name is a row of :mod:`headrace.base.types.metrics`. A group holds the attempts (episodes) at one task. An
+episode consists of turns: a turn is *sampled* if a model wrote it; prompts and tool results are turns that were not. A
+*branch* is a continuation that was sampled again from within a failed episode.
 """
 
 from __future__ import annotations
@@ -23,21 +25,22 @@ MOST_LABELS = 32
 NUM_READ = 8
 """Number of episodes of a batch that are searched for repetitions."""
 MOST_READ = 4096
-"""Number of tokens of each that are searched: the last ones, where an answer that does not end repeats itself."""
+"""Number of tokens of each such episode that are searched: the last ones, where an answer that does not end repeats
+itself."""
 GRAM = 4
 """Number of tokens in the n-grams that are compared."""
 TAIL = 0.9
-"""Share of a batch's episodes after which the others count as stragglers."""
+"""Share of a batch's episodes; those that end after this share has ended count as stragglers."""
 
 
 @dataclass(slots=True, kw_only=True)
 class EpisodeColumns:
-    """Columns of numbers about some episodes, or about one agent's turns in them."""
+    """Columns of numbers about some episodes, or about one agent's turns in them, from which metrics are computed."""
 
     lengths: list[int] = field(default_factory=list)
-    """Sampled tokens of each episode."""
+    """Number of sampled tokens of each episode."""
     turns: list[int] = field(default_factory=list)
-    """Sampled turns of each episode."""
+    """Number of sampled turns of each episode."""
     rewards: list[float] = field(default_factory=list)
     """The rewards of the episodes that have one."""
 
@@ -69,13 +72,13 @@ class BatchStats:
     truncated: int = 0
     """Number of episodes with a turn that was cut off at the length limit."""
     authors: set[str] = field(default_factory=set)
-    """The agents whose turns were sampled."""
+    """The names of the agents whose turns were sampled."""
     parts: list[dict[str, float]] = field(default_factory=list)
-    """The components of the reward, for each episode that has several."""
+    """The components of the reward by name, one dictionary for each episode that has several."""
 
 
 def batch_stats(groups: Iterable[ScoredGroup]) -> BatchStats:  # gate: nesting - calls take longer than turns
-    """Return the statistics of the groups of a batch."""
+    """Return the statistics of the trained episodes in the groups of a batch."""
     stats = BatchStats()
     columns, authors = stats.columns, stats.authors
     rewards, lengths, num_turns = columns.rewards, columns.lengths, columns.turns
@@ -114,8 +117,8 @@ def batch_stats(groups: Iterable[ScoredGroup]) -> BatchStats:  # gate: nesting -
 
 
 def episode_metrics(stats: BatchStats, envs: Sequence[str]) -> dict[str, float]:
-    """Return metrics of rewards, lengths and turns: over all episodes, by environment and by agent. ``envs`` has the
-    environment of each group, empty if its task names none."""
+    """Return metrics of rewards, lengths and turns by name: over all trained episodes, by environment and, if several
+    agents answered, by agent. ``envs`` has the environment of each group of the batch, empty if its task names none."""
     if not stats.episodes:
         return {}
     lengths = stats.columns.lengths
@@ -127,7 +130,8 @@ def episode_metrics(stats: BatchStats, envs: Sequence[str]) -> dict[str, float]:
 
 
 def _by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]:
-    """Return the columns of a batch's episodes by the name of their environment."""
+    """Return the columns of a batch's episodes by the name of their environment; episodes without one are left out.
+    ``envs`` has the environment of each group, in the order of the batch."""
     of_env: dict[str, EpisodeColumns] = {}
     begin = 0
     for env, size in zip(envs, stats.sizes, strict=True):
@@ -142,7 +146,7 @@ def _by_env(stats: BatchStats, envs: Sequence[str]) -> dict[str, EpisodeColumns]
 
 
 def own_turns(episode: EpisodeGraph) -> list[Turn]:
-    """Return the sampled turns of the episode, without those of branches."""
+    """Return the sampled turns of the episode (those with a stop reason), without the turns of branches."""
     return [turn for turn in episode.turns if turn.stop_reason is not None and turn.branch is None]
 
 
@@ -157,7 +161,8 @@ def sampled_length(episode: EpisodeGraph) -> int:
 
 
 def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
-    """Return the columns of each role; agents with the same role are counted together."""
+    """Return the columns of each agent's turns by the role of the agent; agents with the same role are counted
+    together."""
     of_agent: dict[str, EpisodeColumns] = {}
     for episode in episodes:
         shares: dict[str, list[Turn]] = {}
@@ -173,7 +178,8 @@ def _by_agent(episodes: Iterable[EpisodeGraph]) -> dict[str, EpisodeColumns]:
 
 
 def _over_all(columns: EpisodeColumns) -> dict[str, float]:
-    """Return quantiles of rewards and lengths over all episodes."""
+    """Return quantiles of rewards and lengths, and the mean and greatest number of turns, over all episodes of
+    ``columns``, by the name of the metric."""
     rewards, lengths = sorted(columns.rewards), sorted(columns.lengths)
     metrics = {
         "length_p10": float(quantile(lengths, 0.1)),
@@ -188,7 +194,9 @@ def _over_all(columns: EpisodeColumns) -> dict[str, float]:
 
 
 def _labelled(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float]:
-    """Return the metrics of each label. Only the commonest labels keep their names."""
+    """Return metrics of each label, such as an environment, under names like ``env/maths/reward_mean``. ``of`` is the
+    first part of the names, and ``columns`` has the episodes by label. Only the most frequent labels keep their names;
+    the others become ``other``."""
     merged: dict[str, EpisodeColumns] = {}
     for rank, (name, each) in enumerate(sorted(columns.items(), key=lambda item: -len(item[1].lengths))):
         merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", EpisodeColumns()).add(each)
@@ -205,8 +213,8 @@ def _labelled(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[str, float
 
 
 def group_metrics(stats: BatchStats) -> dict[str, float]:
-    """Return the fraction of groups whose rewards are all equal, and the mean fraction of repeated 4-grams in some
-    episodes."""
+    """Return two metrics by name: the fraction of groups whose rewards are all equal, and the mean fraction of repeated
+    4-grams in some of the episodes."""
     metrics = {"zero_variance_frac": sum(stats.equal) / len(stats.equal)} if stats.equal else {}
     episodes = stats.episodes
     read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
@@ -217,12 +225,15 @@ def group_metrics(stats: BatchStats) -> dict[str, float]:
 
 
 def _repeats(episode: EpisodeGraph) -> float | None:
+    """Return the fraction of repeated 4-grams at the end of the longest sampled turn of an episode; ``None`` if every
+    turn is too short."""
     sampled = [turn.tokens.ids_T for turn in own_turns(episode) if len(turn.tokens.ids_T) > GRAM]
     return repetition(max(sampled, key=len)[-MOST_READ:]) if sampled else None
 
 
 def repetition(ids_T: IntColumn) -> float | None:
-    """Return the fraction of 4-grams that occurred before in the same tokens; ``None`` for fewer than two 4-grams.
+    """Return the fraction of the 4-grams in ``ids_T`` that are repetitions of an earlier one; ``None`` for fewer than
+    two 4-grams.
 
     >>> import numpy as np
     >>> repetition(np.arange(100)), round(repetition(np.arange(100) % 5), 2)
@@ -234,8 +245,9 @@ def repetition(ids_T: IntColumn) -> float | None:
 
 
 def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
-    """Return the spread (newest − oldest) and the standard deviation of the versions of a batch's tokens, and the age
-    that a tenth of the tokens reach.
+    """Return metrics of the ages of a batch's tokens by name: the spread of their versions (newest − oldest), the
+    standard deviation, and the age that the oldest tenth of the tokens have at least. ``ages`` is the number of tokens
+    that carry loss, by age in versions.
 
     >>> age_metrics({0: 80, 2: 20})
     {'version_spread': 2.0, 'version_std': 0.8, 'age_p90': 2.0}
@@ -254,7 +266,7 @@ def age_metrics(ages: Mapping[int, int]) -> dict[str, float]:
 
 
 def reward_part_means(stats: BatchStats) -> dict[str, float]:
-    """Return the mean of each component of the reward."""
+    """Return the mean of each component of the reward over the batch, by the name of the metric."""
     values: dict[str, list[float]] = {}
     for parts in stats.parts:
         for name, value in parts.items():
@@ -263,8 +275,8 @@ def reward_part_means(stats: BatchStats) -> dict[str, float]:
 
 
 def straggler_s(ends_s: Iterable[float], waited: tuple[float, float]) -> float:
-    """Return the seconds, within the interval ``waited``, in which nine in ten of a batch's episodes had ended and
-    others had not.
+    """Return the seconds, within the interval ``waited`` (its start and end on the clock), in which nine in ten of a
+    batch's episodes had ended and others had not. ``ends_s`` are the times at which the episodes ended.
 
     >>> straggler_s([1.0] * 9 + [8.0], (0.0, 9.0))
     7.0

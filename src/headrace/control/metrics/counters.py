@@ -16,7 +16,8 @@ from headrace.base.types.trace import Span
 
 @dataclass(slots=True, kw_only=True)
 class RunTotals:
-    """Running totals since the run was started or resumed last."""
+    """Running totals since the run was started or resumed last: in this *life* of the run. :class:`RunMetrics` owns
+    them."""
 
     tokens_trained: int = 0
     """Number of tokens that carried loss."""
@@ -29,7 +30,7 @@ class RunTotals:
     ages: Counter[int] = field(default_factory=Counter)
     """Number of trained tokens, by age in versions."""
     commit_gaps_s: list[float] = field(default_factory=list)
-    """Seconds for which the engine paused, for each commit."""
+    """Seconds for which the engine's step loop paused, one number for each commit."""
     restarted: int = 0
     """Number of sequences that began again because of a weight update."""
     rewards: list[float | None] = field(default_factory=list)
@@ -43,7 +44,7 @@ class RunTotals:
     versions: list[int] = field(default_factory=list)
     """The committed versions, in order."""
     recoveries: list[Recovery] = field(default_factory=list)
-    """The latest parts that died and serve again."""
+    """The latest recoveries: of parts that died and serve again."""
     mismatch_kl: float | None = None
     """KL(μ‖π) between engine and learner at equal weights; ``None`` where it was not measured."""
     mismatch_abs: float | None = None
@@ -56,9 +57,9 @@ class RunTotals:
     eval_before: float | None = None
     """The held-out mean reward before training; ``None``: there was no evaluation."""
     reward_first: float | None = None
-    """The mean reward of the run's first batch."""
+    """The mean reward of the run's first batch; ``None`` before it."""
     steps_done: int = 0
-    """Optimizer steps that made the learner's weights, those before a resume included."""
+    """Number of optimizer steps that made the learner's weights, those before a resume included."""
     recent: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=4096))
     """(time, tokens generated, tokens trained) at the latest updates of the view, for the live throughputs."""
     last_sample: str = ""
@@ -69,7 +70,7 @@ class RunTotals:
 
 @dataclass(slots=True, kw_only=True)
 class SinceStep:
-    """The counts since the last step. The record of a step takes them, and new ones begin."""
+    """The counts since the last step. The record of a step takes them, and a new object begins the next interval."""
 
     sums: dict[str, float] = field(default_factory=dict)
     """Sums that are metrics of the step, under their names in ``metrics.jsonl``."""
@@ -80,12 +81,13 @@ class SinceStep:
     held_back_s: float = 0.0
     """Seconds in which no more groups were allowed to run although no request waited for the engine."""
     eval_version: int | None = None
-    """The version of an evaluation that ended; ``None``: none has."""
+    """The version of an evaluation that ended in this interval; ``None``: none has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CounterSnapshot:
-    """The values of the counters that only grow, at one moment: the end of the last step, or the start of training."""
+    """The values of counters that only grow, at one moment, so that later values can be compared with them: the end of
+    the last step, the start or the end of training."""
 
     clock_s: float = 0.0
     """The moment, on the clock."""
@@ -98,13 +100,14 @@ class CounterSnapshot:
 
 
 class Attempts:
-    """A record of the episodes that have ended since the last call of :meth:`spans`, and of the environment that each
-    group in flight runs in.
+    """A record of the episodes that have ended since the last call of :meth:`spans`, for the trace, and of the
+    environment of each group in flight, for the metrics.
 
     Episodes end thousands of times a second, so spans are made for many of them together.
     """
 
     def __init__(self, env_column: str) -> None:
+        """``env_column`` is the column of a dataset row that names its environment."""
         self._env_column = env_column
         self._envs: dict[int, str] = {}
         """The environment of each group whose task names one, by group number."""
@@ -112,18 +115,18 @@ class Attempts:
         """The episodes without a span, each with its start and end."""
 
     def begin(self, number: int, row: Mapping[str, Any]) -> None:
-        """Note that group ``number`` starts, for the task of ``row``."""
+        """Note that the group ``number`` starts, for the task of the dataset row ``row``."""
         named = row.get(self._env_column)
         if named is not None:
             self._envs[number] = as_label(str(named))
 
     def ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
-        """Note that an episode has come to its end."""
+        """Note that an episode has ended, which ran from ``start_s`` to ``end_s``, in seconds on the clock."""
         episode.ended_s = end_s
         self._ended.append((episode, start_s, end_s))
 
     def spans(self) -> list[Span]:
-        """Return a span for each episode that has ended since the last call."""
+        """Return one span of the trace for each episode that has ended since the last call."""
         ended, self._ended = self._ended, []
         return [
             Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=episode.key)
@@ -131,8 +134,8 @@ class Attempts:
         ]
 
     def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:
-        """Return the environments of the groups of a batch, empty for a task that names none. Forget groups that are
-        not ``alive`` any more."""
+        """Return the environment of each group of a batch, empty for a task that names none. ``numbers`` are the groups
+        of the batch. All groups that are not in ``alive``, the numbers of the groups in flight, are forgotten."""
         found = [self._envs.pop(number, "") for number in numbers]
         self._envs = {number: env for number, env in self._envs.items() if number in alive}
         return found

@@ -20,38 +20,39 @@ from headrace.rollout.scoring import Graded
 
 
 class RewardFailures(msgspec.Struct, kw_only=True):
-    """Counts the failures of one component of the reward, in this life of the run."""
+    """The failures of one component of the reward, counted in this life of the run (since it was last started)."""
 
     failed: int = 0
-    """Number of calls that failed, after ``retries`` more attempts."""
+    """Number of calls that failed, also after the component's ``retries``."""
     calls: int = 0
     """Number of calls."""
     first_cause: str = ""
     """The cause of the first failure; empty if there is none."""
 
     def __str__(self) -> str:
+        """Return the counts and the first cause as the end of a sentence."""
         return f"failed for {self.failed} of {self.calls}; the first: {self.first_cause}"
 
 
 @dataclass(slots=True, kw_only=True)
 class RewardCounts:
-    """Counts the failures and the logged values of the reward's components, call by call."""
+    """Counts the failures and the logged values of the reward's components, answer by answer."""
 
     most: int = 0
-    """Number of calls after which a component that has always failed ends the run; 0: it never does."""
+    """Number of calls after which a component that has failed in every one ends the run; 0: it never does."""
     components: dict[str, RewardFailures] = field(default_factory=dict)
     """The counts of every component that was called, by name."""
     _fresh: dict[str, list[bool]] = field(default_factory=dict)
-    """Whether each call since the last step failed, by component."""
+    """For each component by name, whether each of its calls since the last step failed."""
     _logged: dict[str, list[float]] = field(default_factory=dict)
     """The values that ``log_metric`` got since the last step, by name."""
 
     def add(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
-        """Count the calls of one answer. ``warn`` is called with the text and the kind of each failure that fails no
-        episode.
+        """Count the calls of the reward's components for one answer. ``warn`` is called with the text and the kind of
+        each failure that does not make the episode fail.
 
-        Raises :class:`~headrace.base.errors.EnvError` for an optional component that has failed for each of its first
-        calls, as many as a batch has: the run would be trained on its default alone.
+        Raises :class:`~headrace.base.errors.EnvError` for an optional component that has failed in each of its first
+        calls, as many as a batch has: the run would be trained on the component's default value alone.
         """
         for name, values in graded.metrics.items():
             self._add_metric(name, values, warn)
@@ -73,7 +74,8 @@ class RewardCounts:
                 )
 
     def _add_metric(self, name: str, values: tuple[float, ...], warn: Callable[[str, str], None]) -> None:
-        """Add values that a reward function logged, without those that are not finite, of which ``warn`` is told."""
+        """Add ``values``, which a reward function logged under ``name``. Values that are not finite are left out, and
+        ``warn`` is called with a text and a kind."""
         finite = [value for value in values if math.isfinite(value)]
         if len(finite) < len(values):
             words = f"a reward gave log_metric({name!r}) a value that is not finite, which counts in no mean"
@@ -81,12 +83,13 @@ class RewardCounts:
         self._logged.setdefault(f"logged/{as_label(name)}", []).extend(finite)
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the previous call, and start to count again."""
+        """Return the metrics since the previous call, by name: the share of failed calls of each component, and the
+        mean of each logged value. Then start to count again; the record of each step calls this."""
         fresh, self._fresh = self._fresh, {}
         logged, self._logged = self._logged, {}
         shares = {f"reward_failed/{as_label(label)}": sum(failed) / len(failed) for label, failed in fresh.items()}
         return shares | {name: sum(values) / len(values) for name, values in logged.items() if values}
 
     def failing(self) -> Mapping[str, RewardFailures]:
-        """Return the components that have failed at least once."""
+        """Return the components that have failed at least once, with their counts, by name."""
         return {label: counts for label, counts in self.components.items() if counts.failed}

@@ -1,4 +1,6 @@
-"""The metrics of a run: one object that the loops report events to, and that makes the three reports of a run."""
+"""The metrics of a run: one object to which the loops report events, and which makes the three reports of a run: a
+record per step, the live state, and the summary. Times ending in ``_s`` are seconds; moments are on the run's clock. A
+*life* of a run is the time from one start or resumption to its end."""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ MAX_RECOVERIES = 100
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepDone:
-    """The measurements of one step, from the learning loop."""
+    """The measurements of one step of the learner, which the learner loop reports."""
 
     groups: list[ScoredGroup]
     """The groups that the step trained."""
@@ -60,7 +62,7 @@ class StepDone:
     waited_s: float
     """Seconds that the learner waited for the batch."""
     copied_s: float
-    """Seconds in which the learner copied its weights after the step."""
+    """Seconds for which the learner stood still to copy its weights after the step."""
     exposed_s: float
     """Seconds in which the learner waited for the weight sync after the step: for the copy, and for a free buffer."""
 
@@ -72,8 +74,8 @@ class RunMetrics:
     """
 
     def __init__(self, parts: Components, flow: Flow, *, num_steps: int, env_column: str) -> None:
-        """``num_steps`` is the last step of the run; ``env_column`` is the column of a row that names its
-        environment."""
+        """Count for the components ``parts`` and the flow ``flow``. ``num_steps`` is the number of steps of the whole
+        run; ``env_column`` is the column of a dataset row that names its environment."""
         self._parts = parts
         self._flow = flow
         self._num_steps = num_steps
@@ -95,33 +97,34 @@ class RunMetrics:
     # -- events: the run as a whole ----------------------------------------------------------------------------------
 
     def resumed(self, step: int, *, eval_before: float | None, reward_first: float | None) -> None:
-        """Restore the counters of a resumed run: ``step`` steps are done, and the rewards are those that were measured
-        when it first began."""
+        """Restore the counters of a resumed run: ``step`` steps are done. The two rewards were measured when the run
+        first began: the held-out mean reward before training, and the mean reward of the first batch; ``None`` if they
+        were not."""
         totals = self.totals
         totals.steps_done, totals.eval_before, totals.reward_first = step, eval_before, reward_first
 
     def first_weights_committed(self) -> None:
-        """Forget the gap of the first commit: no sequence was running that could have waited."""
+        """Forget the gap of the first commit, which says nothing: no sequence was running that could have waited."""
         self.totals.commit_gaps_s.clear()
 
     def compared(self, gap: Gap) -> None:
-        """Record the gap between engine and learner at equal weights."""
+        """Record the gap between the logprobs of engine and learner at equal weights."""
         self.totals.mismatch_kl, self.totals.mismatch_abs = gap.kl, gap.mean_abs
 
     def training_began(self) -> None:
-        """Note the engine's counters before the first rollout."""
+        """Note the time and the engine's counters before the first rollout."""
         self._began = self._last_step = CounterSnapshot(
             clock_s=self._parts.clock.now(), engine=self._parts.engine.stats()
         )
         self.totals.recent.clear()  # earlier values include the tokens of evaluation and comparison
 
     def training_ended(self) -> None:
-        """Note the engine's counters when the loops have ended."""
+        """Note the time and the engine's counters when the loops have ended."""
         self._ended = CounterSnapshot(clock_s=self._parts.clock.now(), engine=self._parts.engine.stats())
 
     def evaluated(self, version: int, reward: float, *, training: bool) -> None:
-        """Record the mean held-out reward of an evaluation that began at ``version``. If it ended while ``training``
-        continues, the record of the next step reports it."""
+        """Record ``reward``, the mean held-out reward of an evaluation that began at ``version``. If it ended while
+        ``training`` continues, the record of the next step reports it."""
         self.totals.evals[version] = reward
         self.since.eval_version = version if training else None
 
@@ -134,33 +137,34 @@ class RunMetrics:
         self.totals.recoveries = [*self.totals.recoveries, recovery][-MAX_RECOVERIES:]
 
     def count(self, name: str, by: float) -> None:
-        """Add to a sum that the next step reports as the metric ``name``, a row of the registry."""
+        """Add ``by`` to the sum that the next step reports as the metric ``name``, a row of the registry of metrics."""
         self.since.sums[name] = self.since.sums.get(name, 0.0) + by
 
     # -- events: rollout and scoring ---------------------------------------------------------------------------------
 
     def group_started(self, number: int, row: Mapping[str, Any]) -> None:
-        """Note that group ``number`` starts, for the task of ``row``."""
+        """Note that the group ``number`` starts, for the task of the dataset row ``row``."""
         self.attempts.begin(number, row)
 
     def held_back(self, seconds: float) -> None:
-        """Count time in which no more groups were allowed to run although no request waited for the engine."""
+        """Count ``seconds`` in which no more groups were allowed to run although no request waited for the engine."""
         self.since.held_back_s += seconds
 
     def episode_ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
-        """Note the start and the end of an episode that was not resumed from the ledger."""
+        """Note the start and the end, on the clock, of an episode that ran in this life, scored or not."""
         self.attempts.ended(episode, start_s, end_s)
 
     def answer_graded(self, graded: Graded, warn: Callable[[str, str], None]) -> None:
-        """Count the failures and logged values of one answer's reward components; see :meth:`RewardCounts.add`."""
+        """Count the failures and logged values of the reward's components for one answer; see
+        :meth:`RewardCounts.add`."""
         self.rewards.add(graded, warn)
 
     def answer_scored(self, text: str, reward: float | None) -> None:
-        """Store the latest completion and its reward for the view."""
+        """Store the latest completion and its reward (``None`` if it has none), for the live view."""
         self.totals.last_sample, self.totals.last_sample_reward = text, reward
 
     def episode_scored(self, episode: EpisodeGraph) -> None:
-        """Count an episode that scoring has completed, with a reward or without."""
+        """Count an episode that has ended and been through scoring, with a reward or without."""
         self.since.lengths.append(own_length(episode))
         if episode.status is EpisodeStatus.LEFT_OUT:
             self.totals.set_aside[episode.cause] += 1
@@ -175,19 +179,19 @@ class RunMetrics:
         self.totals.wasted_tokens[reason_of(episode.cause)] += sampled_length(episode)
 
     def group_dropped(self, reason: str, episodes: Iterable[EpisodeGraph]) -> None:
-        """Count the tokens of a group that is dropped, except for those of episodes that were counted as untrained
-        before."""
+        """Count the tokens of a group that is dropped for ``reason`` as wasted, except for those of episodes that were
+        counted as untrained before."""
         sampled = [sampled_length(episode) for episode in episodes if not episode.status.untrained]
         self.totals.wasted_tokens[reason] += sum(sampled)
 
     # -- events: learner and sync ------------------------------------------------------------------------------------
 
     def snapshot_saved(self, seconds: float) -> None:
-        """Count the time that the learner took to write a snapshot."""
+        """Count the seconds that the learner took to write a checkpoint."""
         self.totals.learner_busy_s += seconds
 
     def version_committed(self, update: WeightUpdate, report: SwapReport) -> None:
-        """Count one commit of a published version."""
+        """Count one commit of the version that ``update`` published; ``report`` gives its costs."""
         self.totals.versions.append(update.version)
         self.totals.commit_gaps_s.append(report.gap_s)
         self.totals.restarted += report.restarted
@@ -198,7 +202,7 @@ class RunMetrics:
         self.count("sync/wait_s", report.waited_s)
 
     def step_done(self, done: StepDone) -> StepRecord:
-        """Count a step of the learner, and return its record."""
+        """Count a step of the learner, and return its record, which becomes a line of ``metrics.jsonl``."""
         totals, report = self.totals, done.report
         totals.steps_done = report.step + 1
         totals.tokens_trained += report.trained_tokens
@@ -217,7 +221,7 @@ class RunMetrics:
     # -- report: a line of metrics.jsonl -----------------------------------------------------------------------------
 
     def _record(self, done: StepDone) -> StepRecord:
-        """Return the record of a finished step, and begin a new interval for the metrics between steps."""
+        """Return the record of a finished step, and begin to count the next interval."""
         report, totals, stats = done.report, self.totals, done.stats
         since, self.since = self.since, SinceStep()
         rewards = stats.columns.rewards
@@ -268,13 +272,14 @@ class RunMetrics:
         )
 
     def _turns(self) -> dict[str, float]:
-        """Return the time that the step would have taken if generation and training took turns; nothing where it is not
-        known."""
-        turns = self._flow.turns
+        """Return two metrics by name, the bounds of the time that the step would have taken if generation and training
+        took turns; empty if it is not known."""
+        turns = self._flow.synchronous_time
         return {} if turns is None else {"turns_s": turns.most_s, "turns_least_s": turns.least_s}
 
     def _limits(self) -> dict[str, float]:
-        """Return the present values of the limits that the run tunes by itself."""
+        """Return the present values of those limits of the flow that the run tunes by itself, by the name of the
+        metric."""
         config, limits = self._flow.config, self._flow.state.limits
         tuned: dict[str, float] = {"max_age": limits.max_age} if config.max_age == "auto" else {}
         if config.capacity == "auto" and limits.capacity is not None:
@@ -282,7 +287,8 @@ class RunMetrics:
         return tuned
 
     def _part_metrics(self, num_episodes: int) -> dict[str, float]:
-        """Return the work of engine and learner since the last step, and how full the engine is."""
+        """Return metrics of the work of engine and learner since the last step, and of the engine's present load, by
+        name. ``num_episodes`` is the number of episodes that the step trained."""
         then, totals = self._last_step, self.totals
         now = self._last_step = CounterSnapshot(
             clock_s=self._parts.clock.now(),
@@ -319,7 +325,7 @@ class RunMetrics:
         return metrics
 
     def _wasted_tokens(self) -> dict[str, int]:
-        """Return the tokens sampled in this life of the run that will not be trained, by reason."""
+        """Return the number of tokens sampled in this life of the run that will not be trained, by reason."""
         wasted = self.totals.wasted_tokens + self.totals.dropped_tokens + self._flow.wasted_tokens
         thrown_away = self._engine.wasted_tokens - self._engine_before.wasted_tokens
         if thrown_away > 0:
@@ -330,27 +336,28 @@ class RunMetrics:
 
     @property
     def wall_s(self) -> float:
-        """Seconds since this life of the run began."""
+        """Return the seconds since this life of the run began."""
         return self._parts.clock.now() - self._started_s
 
     @property
     def _engine_before(self) -> EngineStats:
-        """The engine's counters when the first rollout began."""
+        """Return the engine's counters when the first rollout began; zeros before that."""
         return EngineStats() if self._began is None else self._began.engine
 
     @property
     def _engine(self) -> EngineStats:
-        """The engine's counters now, or when the loops had ended."""
+        """Return the engine's counters now or, if the loops have ended, at that moment."""
         return self._parts.engine.stats() if self._ended is None else self._ended.engine
 
     @property
     def _tokens_generated(self) -> int:
-        """Tokens sampled since the first rollout, those of evaluations aside."""
+        """Return the number of tokens sampled since the first rollout, without those of evaluations."""
         return self._engine.generated_tokens - self._engine_before.generated_tokens - self.totals.eval_tokens
 
     @property
     def _training_s(self) -> float:
-        """Seconds since the first rollout, up to the end of the loops."""
+        """Return the seconds from the first rollout until now or, if the loops have ended, until then; 0 before the
+        first rollout."""
         if self._began is None:
             return 0.0
         until_s = self._parts.clock.now() if self._ended is None else self._ended.clock_s
@@ -358,13 +365,14 @@ class RunMetrics:
 
     @property
     def _queue(self) -> QueueCounts:
-        """The groups in flight, by state."""
+        """Return the number of groups in flight, by state."""
         state = self._flow.state
         submitted = state.counts[GroupState.SUBMITTED]
         return QueueCounts(submitted=submitted, running=state.num_running, ready=len(state.ready))
 
     def account(self) -> Account | None:
-        """Return how the time of the training phase was spent, by the counters of the parts; ``None`` before it."""
+        """Return how the time of the training phase was spent, by the counters of the parts, without the causes of
+        waits; ``None`` before the first rollout."""
         if self._began is None:
             return None
         return Account(
@@ -377,7 +385,8 @@ class RunMetrics:
         )
 
     def live(self, *, phase: str, waits: Sequence[Wait], warnings: Sequence[str]) -> LiveState:
-        """Return the present state of the run, for a view."""
+        """Return the present state of the run, for a view that calls this about once a second. ``phase`` is the phase
+        in words, ``waits`` the table of loops, and ``warnings`` the warnings so far."""
         now_s, totals = self._parts.clock.now(), self.totals
         totals.recent.append((now_s, self._tokens_generated, totals.tokens_trained))
         while len(totals.recent) > 2 and now_s - totals.recent[0][0] > WINDOW_S:
@@ -420,7 +429,9 @@ class RunMetrics:
         eval_after: float | None,
         warnings: Sequence[str],
     ) -> Summary:
-        """Return the summary of the run. ``eval_after`` is the held-out mean reward at its end."""
+        """Return the summary of this life of the run. ``books`` are the ledger's counts; ``status`` is ``finished``,
+        ``stopped`` or ``failed``; ``cause`` is why the run failed or finished early; ``stopped_by`` is the signal that
+        stopped it; ``eval_after`` is the held-out mean reward at its end, ``None`` without one."""
         totals = self.totals
         gaps_ms = np.array(totals.commit_gaps_s or [0.0]) * 1e3
         return Summary(
@@ -451,7 +462,7 @@ class RunMetrics:
 
 
 def reason_of(cause: str) -> str:
-    """Return the reason that a cause begins with, without the words that follow it.
+    """Return the reason with which the cause of an untrained episode begins, without the words that follow it.
 
     >>> reason_of("env_timeout: it was not over after 20 s")
     'env_timeout'
@@ -460,13 +471,15 @@ def reason_of(cause: str) -> str:
 
 
 def _std(values: Sequence[float]) -> float:
-    """Return the standard deviation of at least one value."""
+    """Return the standard deviation of ``values``, of which there is at least one, as a population: divided by their
+    number."""
     mean = statistics.fmean(values)
     return math.dist(values, [mean] * len(values)) / math.sqrt(len(values))
 
 
 def _submitted_lengths(lengths: Sequence[int]) -> dict[str, float]:
-    """Return metrics of the lengths of the episodes that ended since the last step."""
+    """Return metrics by name for ``lengths``, the number of sampled tokens of each episode that ended since the last
+    step, trained or not; empty if there are none."""
     if not lengths:
         return {}
     return {

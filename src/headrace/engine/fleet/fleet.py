@@ -9,8 +9,9 @@
     join ──▶ the engine waits for the newest version, then serves     leave ──▶ its sequences move to other engines
     an engine misses a version ──▶ it ends its sequences, and serves again when a later version reaches it
 
-An engine is judged by its own requests: it dies, or it is silent for too long while it has some. The launcher, which
-owns the processes, reports when engines come and go, and ends an engine on request.
+An engine is removed when its process has died, or when it is silent for too long while it has requests. The launcher,
+which owns the processes, calls ``join`` and ``leave`` when engines come and go, and ends an engine on request. An
+engine *lacks* a version that it has not staged yet, and *misses* one that cannot reach it at all.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ NON_STOPPING = frozenset({Interrupt.INFLIGHT, Interrupt.STREAM})
 
 
 class Fleet:
-    """An :class:`~headrace.engine.Engine` over all engines that are present.
+    """An :class:`~headrace.engine.Engine` over all engines that are present, its members. The controller generates
+    and distributes weights through it as if there were one engine.
 
     ``size`` is the intended number of engines. ``rolling`` is how many may commit at once; ``None``: one by one where
     the commit stops generation, all where it does not. ``end`` is called with the name of an engine to end and the
@@ -58,6 +60,7 @@ class Fleet:
         rolling: int | None = None,
         end: Callable[[str, str], None] | None = None,
     ) -> None:
+        """Make a fleet without members; engines are added by :meth:`join`. The arguments are described at the class."""
         self._clock, self._size, self._rolling, self._end = clock, size, rolling, end
         self._router = Router()
         self._members: dict[str, Member] = {}
@@ -74,8 +77,9 @@ class Fleet:
     # -- membership -------------------------------------------------------------------------------------------------
 
     def join(self, name: str, engine: Engine, *, version: int = NOT_SAMPLED, address: str = "") -> None:
-        """Add ``engine``, which has the weights ``version``. Without weights it serves once it has the newest version,
-        which may be sent to ``address``."""
+        """Add ``engine`` under ``name``. It uses the weights ``version`` already, or has none (``NOT_SAMPLED``) and
+        gets requests once it has the newest version. ``address`` is where weights are sent to it; empty where the
+        engine fetches them."""
         self._members[name] = Member(name=name, engine=engine, address=address, version=version, staged=version)
         self._router.join(name)
         if version != NOT_SAMPLED:
@@ -84,8 +88,8 @@ class Fleet:
         self._notify()
 
     def leave(self, name: str) -> int:
-        """Remove an engine, and return how many sequences it had. They continue on other engines when its streams end
-        with :class:`~headrace.base.errors.ComponentDied`."""
+        """Remove an engine whose process has ended, and return how many sequences it had; 0 for an unknown name. They
+        continue on other engines once its streams have ended with :class:`~headrace.base.errors.ComponentDied`."""
         member = self._members.get(name)
         if member is not None:
             self._drop(member)
@@ -97,29 +101,30 @@ class Fleet:
         return tuple(self._members)
 
     def addresses(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the addresses to which the weights of these engines are sent; none for engines that fetch them."""
+        """Return the addresses to which weights are sent of the engines ``names``; engines that fetch their weights
+        have none and are left out."""
         return tuple(address for name in names if (address := self._members[name].address))
 
     async def wait_until_serving(self, name: str) -> None:
-        """Wait until the engine serves."""
+        """Wait until the engine ``name`` has weights and can be given requests."""
         await self._wait_until(lambda: self._serves(name))
 
     async def wait_until_settled(self, name: str) -> str:
-        """Wait until the engine serves or has missed the newest version. Return why it missed it; empty where it
-        serves."""
+        """Wait until the engine ``name`` can be given requests, or has missed the newest version. Return the reason why
+        it missed it; empty where it serves."""
         await self._wait_until(lambda: self._serves(name) or self._misses(name))
         return self._members[name].missed
 
     async def wait_until_missed(self, name: str) -> None:
-        """Wait until the engine misses a version."""
+        """Wait until the engine ``name`` has missed a version, which could not reach it."""
         await self._wait_until(lambda: self._misses(name))
 
     def load(self, name: str) -> int:
-        """Return the number of sequences that an engine serves."""
+        """Return the number of sequences that the engine ``name`` serves now."""
         return self._router.load(name)
 
     async def wait_until_complete(self) -> None:
-        """Wait until as many engines are present as intended."""
+        """Wait until as many engines have joined as the fleet is intended to have (``size``)."""
         await self._wait_until(lambda: len(self._members) >= self._size)
 
     async def wait_for_any(self) -> None:
@@ -135,17 +140,19 @@ class Fleet:
         )
 
     def lacking(self, version: int) -> tuple[str, ...]:
-        """Return the engines that have not staged ``version``, except those that have missed it."""
+        """Return the names of the engines that have not staged ``version`` and still can: those that have missed it are
+        left out."""
         return tuple(each.name for each in self._members.values() if each.staged < version and not each.missed)
 
     def in_step(self) -> tuple[str, ...]:
-        """Return the names of the engines that use the newest version: the next one may be staged there at any time."""
+        """Return the names of the engines that use the newest version, so that the next one may be staged there at any
+        time."""
         return tuple(each.name for each in self._members.values() if each.version == self.version and not each.missed)
 
     def commits_when_staged(self, mode: Interrupt) -> bool:
-        """Return whether each engine may commit a version as soon as it has staged it, because the order of commits
-        does not matter and the requests need not be routed elsewhere first. Engines that sleep are woken by the
-        controller."""
+        """Return whether each engine may commit a version in ``mode`` as soon as it has staged it, without an order
+        from the controller: there is one engine, or all may commit at once without stopping generation. It is false for
+        ``Interrupt.SLEEP``, because the commit wakes engines that sleep, and the controller decides when."""
         return mode is not Interrupt.SLEEP and (self._size == 1 or (self._rolling is None and mode in NON_STOPPING))
 
     def drop_lagging(self, version: int, why: str) -> bool:
@@ -158,9 +165,10 @@ class Fleet:
         return True
 
     async def watch(self, silence_s: float) -> None:
-        """End every engine that has sequences and is silent for ``silence_s``; runs until cancelled.
+        """End every engine that has sequences and has sent no new statistics for ``silence_s`` seconds; runs until
+        cancelled.
 
-        Time during which this machine itself stood still does not count.
+        Time is counted in ticks of this loop, so time during which this machine itself stood still does not count.
         """
         while True:
             await asyncio.sleep(TICK_S)
@@ -171,8 +179,8 @@ class Fleet:
                     self._give_up(member, member.silence_error(load))
 
     def _give_up(self, member: Member, error: DeadlineError) -> None:
-        """Remove an engine that has been silent for too long, and have the launcher end its process. Without a
-        launcher, raise ``error``."""
+        """Remove an engine that has been silent for too long, and have the launcher end its process for the reason that
+        ``error`` gives. Without a launcher (``end`` is ``None``), raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name
@@ -180,8 +188,8 @@ class Fleet:
             self._end(member.name, error.problem)
 
     def _drop(self, member: Member) -> None:
-        """Remove a member that has died: requests are routed to it no more, and its counts stay in the fleet's
-        statistics."""
+        """Remove a member that has died: requests are routed to it no more, and its counters stay in the fleet's
+        statistics. Nothing happens if it has been removed before, even if a successor has its name."""
         if self._members.get(member.name) is not member:
             return
         del self._members[member.name]
@@ -191,9 +199,11 @@ class Fleet:
         self._notify()
 
     def _serves(self, name: str) -> bool:
+        """Return whether the engine ``name`` is present and has weights, so that it can be given requests."""
         return self._router.state(name) not in (None, EngineState.JOINING)
 
     def _misses(self, name: str) -> bool:
+        """Return whether the engine ``name`` is present and the newest version cannot reach it."""
         return name in self._members and bool(self._members[name].missed)
 
     def _any_staged(self, version: int) -> bool:
@@ -201,16 +211,20 @@ class Fleet:
         return any(member.staged >= version for member in self._members.values())
 
     def _mark_missed(self, member: Member, why: str) -> None:
+        """Record that the newest version cannot reach ``member``, for the reason ``why``. It gets no new requests until
+        it uses a later version."""
         member.missed = why
         self._router.set_aside(member.name)
         self._notify()
 
     def _notify(self) -> None:
-        """Let every waiting task check its condition again."""
+        """Let every task in :meth:`_wait_until` check its condition again, because something in the fleet has
+        changed."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
     async def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` is true; it is checked now and after every change in the fleet (:meth:`_notify`)."""
         while not condition():
             await self._changed.wait()
 
@@ -240,7 +254,9 @@ class Fleet:
             self._router.end(routed.number)
 
     async def _stream_from_one(self, routed: RoutedRequest) -> AsyncIterator[TokenChunk]:
-        """Yield the chunks that one engine gives for the request: all of them, or those until the engine dies."""
+        """Yield the chunks that one engine gives for the request: all of them, or those until the engine dies. If it
+        dies or is full, the request is prepared for another engine, and the caller tries again. Raises
+        :class:`~headrace.base.errors.EngineFull` if every engine that could serve the request is full."""
         fork = routed.options.fork
         parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
         member = await self._assign(routed, parent_engine)
@@ -262,7 +278,8 @@ class Fleet:
                 raise
 
     def _on_chunk(self, routed: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
-        """Record a chunk that ``member`` sent for a request, and return it as the reader of the fleet gets it."""
+        """Record a chunk that ``member`` sent for a request, and return it as the reader of the fleet gets it. When the
+        request has ended, the router is told."""
         self._routes.record(routed.number, member, chunk.request_id)
         passed_on = routed.on_chunk(chunk)
         if routed.ended:
@@ -270,9 +287,11 @@ class Fleet:
         return passed_on
 
     async def _assign(self, routed: RoutedRequest, parent_engine: Member | None = None) -> Member:
-        """Wait for an engine that can serve the request, and return it. If only engines are left that the request
-        avoids, because it failed on them, it avoids them no more. Raises an error for a request that is bound to an
-        engine which cannot serve it any more.
+        """Wait for an engine that can serve the request, assign the request to it, and return it. ``parent_engine`` is
+        the only engine that can serve a fork; ``None`` for other requests. If only engines are left that the request
+        avoids, because they refused it as full, it avoids them no more. Raises
+        :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
+        serving engine has any more.
         """
         route = routed.route_request(
             "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
@@ -285,13 +304,18 @@ class Fleet:
         return self._members[name]
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
+        """Return the logprob of each of ``tokens`` under the weights in use, computed by one of the engines; 0 for the
+        first token."""
         return await self._scored(lambda engine: engine.score(tokens, temperature=temperature))
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
+        """Return the logprobs of ``tokens`` and the ``num`` likeliest entries with ids below ``below`` (0: all) at each
+        position, computed by one of the engines."""
         return await self._scored(lambda one: one.top_scores(tokens, num, below=below, temperature=temperature))
 
     async def _scored(self, score: Callable[[Engine], Awaitable[A]]) -> A:
-        """Return the result of one engine; try another if it dies."""
+        """Call ``score`` on one engine and return its result. If the engine dies, try another, up to
+        ``MAX_DEATHS_WITHOUT_TOKEN`` engines in all; the last death is raised."""
         for left in itertools.count(MAX_DEATHS_WITHOUT_TOKEN - 1, -1):
             number = next(self._numbers)
             while (name := self._router.assign(number)) is None:
@@ -310,7 +334,8 @@ class Fleet:
     # -- weights ----------------------------------------------------------------------------------------------------
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Stage ``update`` on every engine that lacks it. If no engine is present, wait for one.
+        """Stage ``update`` on every engine that lacks it, and return the seconds that it took. If no engine is present,
+        wait for one.
 
         Raises :class:`~headrace.base.errors.NeedsFull` if an engine needs a full update; engines that have staged this
         one keep it.
@@ -326,8 +351,8 @@ class Fleet:
         return self._clock.now() - start_s
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Commit ``version`` on every engine that has staged it, some at a time. If all of those have died, stage it on
-        others first."""
+        """Commit ``version`` on every engine that has staged it, some at a time, and return one report for all. If all
+        of those have died, stage it on others first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
             self._paused = None
@@ -347,19 +372,24 @@ class Fleet:
         return combined(version, mode, done)
 
     async def pause(self, *, release: bool = False) -> None:
+        """Stop all engines between two steps, also those that join later; with ``release``, they free the memory of
+        their caches."""
         self._paused = release
         await self._all(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
+        """Let all engines continue after :meth:`pause`."""
         self._paused = None
         await self._all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
+        """Return the counters of all engines together, those that have left included."""
         here = (member.engine.stats() for member in self._members.values())
         return total(here, self._departed_stats, version=self.version, size=self._size)
 
     def _set_newest(self, update: WeightUpdate) -> None:
-        """Record the update as the newest. A version that is new may reach the engines that missed the one before."""
+        """Record ``update`` as the newest version. An engine that missed the version before may be reached by a later
+        one, so it counts as having missed it only if ``update`` says so."""
         is_new = self._update is None or self._update.version < update.version
         self._update = update
         for member in self._members.values():
@@ -368,13 +398,15 @@ class Fleet:
                 self._mark_missed(member, why)
 
     def _at_once(self, mode: Interrupt) -> int:
-        """Return how many engines may commit at the same time."""
+        """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` says; unset, all if
+        the mode does not stop generation, else one."""
         if self._rolling is not None:
             return self._rolling
         return max(1, len(self._members)) if mode in NON_STOPPING else 1
 
     async def _all(self, work: Iterable[Awaitable[A]]) -> list[A]:
-        """Wait for all, then return the results or raise the first error."""
+        """Run all of ``work`` at the same time and wait until each has ended. Return the results in order, or raise the
+        first error."""
         results = await asyncio.gather(*work, return_exceptions=True)
         for result in results:
             if isinstance(result, BaseException):
@@ -383,7 +415,8 @@ class Fleet:
 
     @contextmanager
     def _tolerating_loss(self, member: Member) -> Iterator[None]:
-        """Turn the death or the silence of an engine within the context into the loss of that engine only."""
+        """Within this context, let the death or the silence of ``member`` remove that engine from the fleet, instead of
+        being raised."""
         try:
             yield
         except ComponentDied:
@@ -398,7 +431,8 @@ class Fleet:
             await (member.engine.resume() if release is None else member.engine.pause(release=release))
 
     async def _stage_on(self, member: Member, update: WeightUpdate) -> NeedsFull | None:
-        """Stage ``update`` on one engine; return its refusal if it needs the whole version instead of a difference."""
+        """Stage ``update`` on one engine. Return the refusal of an engine that needs the whole version instead of a
+        difference; ``None`` if the version is staged or the engine was lost."""
         with self._tolerating_loss(member):
             try:
                 await member.engine.stage(update)

@@ -1,4 +1,5 @@
-"""One engine of a fleet, the record of which engine served which request, and what all engines report together."""
+"""The record of one engine of a fleet (a *member*), the record of which engine served which request, and the statistics
+and commit reports of all engines together. A fleet is several engines behind the interface of one."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ from headrace.base.types.weights import Interrupt, SwapReport
 from headrace.engine.base import Engine
 
 TICK_S = 1.0
-"""The interval at which the engines are checked."""
+"""The interval at which the engines are checked for silence, in seconds."""
 MAX_ROUTES = 65_536
 """The number of requests whose engine is remembered, for forks."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Member:
-    """The fleet's record of one engine."""
+    """The fleet's record of one engine: the client by which it is reached, its versions, and whether it is alive."""
 
     name: str
     engine: Engine
@@ -40,7 +41,7 @@ class Member:
     last_stats: EngineStats = field(default_factory=EngineStats)
     """The statistics that it reported last."""
     silent_s: float = 0.0
-    """The time since that report, while the engine had sequences."""
+    """The seconds since that report, counted in ticks, while the engine had sequences."""
 
     def check_silence(self, load: int) -> None:
         """Update ``silent_s``: for how long the engine, while it has sequences, has reported no new statistics. Called
@@ -50,7 +51,8 @@ class Member:
         self.last_stats = latest
 
     def silence_error(self, load: int) -> DeadlineError:
-        """Return the error for an engine that has been silent for too long."""
+        """Return the error for an engine that has been silent for too long; ``load`` is the number of its
+        sequences."""
         return DeadlineError(
             f"{self.name} has said nothing for {self.silent_s:g} s and has {load} sequences",
             remedy="look at its log in the run directory; raise launch.engine_silence_s if its steps take long",
@@ -58,20 +60,22 @@ class Member:
 
 
 class StickyRoutes:
-    """A record of which engine served which request, and of the request's number there."""
+    """A record of which engine served which request, and of the request's number on that engine. A fork, which
+    continues an earlier request with its cache, must go to the same engine."""
 
     def __init__(self) -> None:
         self._routes: OrderedDict[int, tuple[Member, int]] = OrderedDict()
 
     def record(self, request: int, member: Member, number: int) -> None:
-        """Record that ``member`` serves ``request`` under ``number``."""
+        """Record that ``member`` serves the request with the fleet's number ``request`` under its own ``number``."""
         self._routes[request] = (member, number)
         if len(self._routes) > MAX_ROUTES:
             self._routes.popitem(last=False)
 
     def find_parent(self, fork: ForkRequest) -> tuple[Member, ForkRequest]:
-        """Return the one engine that can serve a fork, and the fork with the parent's number there. Raises
-        :class:`~headrace.base.errors.RequestError` if that engine cannot serve it any more."""
+        """Return the engine that served the parent of ``fork``, which alone can serve the fork, and the fork with the
+        parent's number on that engine. Raises :class:`~headrace.base.errors.RequestError` if the parent is not
+        remembered, or its engine is gone or lacks the newest weights."""
         member, parent = self._routes.get(fork.parent, (None, -1))
         if member is None:
             where = "is not among the last requests of this fleet"
@@ -93,8 +97,9 @@ GAUGES = frozenset({
 
 
 def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, size: int) -> EngineStats:
-    """Return the sums over the ``present`` engines and, for counters, the last values of those that are ``gone``.
-    ``busy_s`` and ``prefill_s`` are means over ``size`` engines.
+    """Return the statistics of a whole fleet, as the fleet of ``version``: the sums over the ``present`` engines and,
+    for counters, over ``gone``, the sums of the engines that have left. ``busy_s`` and ``prefill_s``, in seconds, are
+    means over ``size`` engines.
 
     >>> now, gone = EngineStats(busy_s=2.0, running=3, steps=5), EngineStats(busy_s=1.0, running=9, steps=1)
     >>> sums = total([now], gone, version=4, size=2)
@@ -116,8 +121,8 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
 
 
 def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:
-    """Return one report of a commit on several engines: sums of the lost tokens and sequences, and the longest of the
-    times.
+    """Return one report of a commit on several engines, from each engine's report: the sums of all counts of sequences
+    and tokens, and the longest of the times.
 
     >>> one = SwapReport(version=3, gap_s=0.1, carried_over=2, restarted=0)
     >>> combined(3, Interrupt.INFLIGHT, [one, one]).carried_over

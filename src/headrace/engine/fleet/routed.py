@@ -27,7 +27,8 @@ once, with the tokens that it has."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoutedRequest:
-    """A request and its progress through the engines of a fleet."""
+    """A request and its progress through the engines of a fleet. Its *reader* is the caller of the fleet, who sees one
+    stream of chunks."""
 
     number: int
     """The number by which the reader knows it, whichever engine serves it."""
@@ -42,19 +43,21 @@ class RoutedRequest:
     _streamed: list[IntColumn] = field(default_factory=list)
     """The tokens that its reader has received since it began or was restarted."""
     _restarted: bool = False
-    """Whether it was restarted, which makes the answer that it came with invalid."""
+    """Whether an engine has restarted it, so that all tokens before, also those of ``options.answer_ids_T``, are
+    void."""
     _version: int = NOT_SAMPLED
     """The version of its newest token."""
     _sent_routing: bool = False
     """Whether its reader has received the routing of the prompt."""
     _moved: bool = False
-    """Whether an engine has died with it."""
+    """Whether an engine has died while it served the request."""
     _deaths_without_token: int = 0
     """The number of engines that died with it since its last token."""
 
     def route_request(self, only: str = "", *, only_engine: bool = False) -> RouteRequest:
-        """Return the constraints and preferences for routing it. ``only`` names the one engine that can serve it;
-        ``only_engine`` says that there is only one engine, so that prefixes do not matter."""
+        """Return the constraints and preferences for routing it. ``only`` names the one engine that can serve it
+        (empty: any); ``only_engine`` says that the fleet has only one engine, so that prefixes do not matter. A pinned
+        request that has tokens needs an engine with the version of its tokens."""
         is_pinned = self.options.pinned and self._version != NOT_SAMPLED
         return RouteRequest(
             session=self.options.session,
@@ -64,7 +67,9 @@ class RoutedRequest:
         )
 
     def next_options(self, now_s: float, fork: ForkRequest | None) -> RequestOptions:
-        """Return the options for the next engine. ``fork`` has the parent's number on that engine."""
+        """Return the options with which the next engine is asked: with the tokens that the answer has so far, and what
+        is left of its deadline at ``now_s``. ``fork`` has the parent's number on that engine; ``None`` if the request
+        is not a fork."""
         if not self._moved and fork is None:
             return self.options
         answer = list(self._streamed)
@@ -79,7 +84,8 @@ class RoutedRequest:
         )
 
     def on_chunk(self, chunk: TokenChunk) -> TokenChunk:
-        """Record a chunk, and return it as its reader gets it."""
+        """Record a chunk that an engine sent, and return it as the reader gets it: with the fleet's request number, and
+        with the routing of the prompt only once."""
         if chunk.lost:
             self._streamed.clear()
             self._restarted, self._sent_routing = True, False
@@ -109,7 +115,7 @@ class RoutedRequest:
             )
 
     def pinned_error(self) -> SequenceFailed:
-        """Return the error for a request that none of the serving engines can continue."""
+        """Return the error for a pinned request that no serving engine can continue, since none has its weights."""
         return SequenceFailed(
             f"it is pinned to version {self._version}, its engine is gone, and no other has these weights",
             remedy="do not pin what must outlive its engine",

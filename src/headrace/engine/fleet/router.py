@@ -8,7 +8,8 @@
 A sequence goes to the engine that served its session before; else to the engine that computed the longest beginning of
 its prompt under the weights it still has; else, or if that one has clearly more to do, to the least loaded. An engine
 that is held, because a commit stops it, gets new sequences only if there is no other. An engine that misses new weights
-keeps its sequences: they began with weights that it still uses.
+keeps its sequences: they began with weights that it still uses. A *sequence* here is the caller's number of one
+request; a *session* is a name that related requests share; a prompt is known by the hashes of its beginnings.
 """
 
 from __future__ import annotations
@@ -49,12 +50,13 @@ class EngineState(enum.Enum):
     SERVING = enum.auto()
     """The engine gets new sequences."""
     HELD = enum.auto()
-    """A commit stops the engine for a while."""
+    """A commit stops the engine for a while; it gets new sequences only if no other engine can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteRequest:
-    """The constraints and preferences for the engine of a sequence."""
+    """The constraints (``only``, ``version``) and preferences (``session``, ``prefixes``) for the engine of a
+    sequence."""
 
     session: str = ""
     """The name that sequences of one session share; empty: no session."""
@@ -67,6 +69,7 @@ class RouteRequest:
 
 
 ANY_ENGINE = RouteRequest()
+"""The request without constraints or preferences."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -89,9 +92,12 @@ class EngineLoad:
 
 
 class Router:
-    """The record of the engines and of the sequences that each serves. The caller numbers the sequences."""
+    """The router of a fleet: the record of the engines and of the sequences that each serves, and the choice of an
+    engine for each new sequence. The caller numbers the sequences."""
 
     def __init__(self) -> None:
+        """Make a router without engines. It remembers for each sequence its engine, and for sessions and prefixes of
+        prompts the engine that served them last."""
         self._engines: dict[str, EngineLoad] = {}
         self._assigned: dict[int, EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
@@ -113,7 +119,7 @@ class Router:
         return self._engines[name].load
 
     def where(self, sequence: int) -> str | None:
-        """Return the engine that serves ``sequence``; ``None`` for none."""
+        """Return the name of the engine that serves ``sequence``; ``None`` if none does."""
         engine = self._assigned.get(sequence)
         return None if engine is None else engine.name
 
@@ -145,11 +151,12 @@ class Router:
             engine.state = EngineState.SERVING
 
     def set_aside(self, name: str) -> None:
-        """Give the engine no new sequences until it uses newer weights."""
+        """Give the engine no new sequences until :meth:`use` says that it uses newer weights, because it has missed a
+        version. It keeps those that it has."""
         self._engines[name].state = EngineState.JOINING
 
     def hold(self, name: str) -> None:
-        """Give the engine no new sequences while others serve."""
+        """Give the engine no new sequences while other engines can take them, because a commit is about to stop it."""
         engine = self._engines[name]
         if engine.state is EngineState.SERVING:
             engine.state = EngineState.HELD
@@ -161,7 +168,9 @@ class Router:
             engine.state = EngineState.SERVING
 
     def assign(self, sequence: int, request: RouteRequest = ANY_ENGINE, avoid: Collection[str] = ()) -> str | None:
-        """Choose an engine for ``sequence`` and assign it; ``None`` if no engine can serve it."""
+        """Choose an engine for ``sequence``, assign the sequence to it and return the engine's name; ``None`` if no
+        engine can serve it. Engines named in ``avoid`` are not chosen. Raises ``ValueError`` for a sequence that is
+        assigned already."""
         if sequence in self._assigned:
             raise ValueError(f"sequence {sequence} has a place already")
         able = [engine for engine in self._engines.values() if _able(engine, request) and engine.name not in avoid]
@@ -181,8 +190,9 @@ class Router:
             del engine.sequences[sequence]
 
     def _choose(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
-        """Choose an engine for a request: the one that has its session or prefix in the cache, unless it has much more
-        load than the least loaded one; ``None`` if no engine is able."""
+        """Choose one of the engines ``able``, which meet the constraints: the one that has the request's session or
+        prefix in its cache, unless it has much more load than the least loaded one, else that one; ``None`` if ``able``
+        is empty."""
         if not able:
             return None
         least = min(able, key=lambda engine: (engine.load, engine.last_choice))
@@ -190,7 +200,8 @@ class Router:
         return known if known is not None and known.load <= allowed_load(least.load) else least
 
     def _known(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
-        """Return the engine that has computed the session or the prompt before, or a beginning of the prompt."""
+        """Return the one of ``able`` that served the request's session before, or else that has computed the longest
+        beginning of its prompt with the weights that it still uses; ``None`` if there is none."""
         by_name = {engine.name: engine for engine in able}
         if request.session and (before := by_name.get(self._sessions.get(request.session, ""))) is not None:
             return before
@@ -210,7 +221,8 @@ class Router:
 
 
 def _able(engine: EngineLoad, request: RouteRequest) -> bool:
-    """Return whether the engine meets the constraints of the request."""
+    """Return whether the engine has weights and meets the constraints of the request: the one engine, and the version,
+    that it needs."""
     return (
         engine.state is not EngineState.JOINING
         and request.only in ("", engine.name)
@@ -219,7 +231,7 @@ def _able(engine: EngineLoad, request: RouteRequest) -> bool:
 
 
 def _put(memory: OrderedDict[K, V], key: K, value: V) -> None:
-    """Store an entry as the newest, and drop the oldest where there are too many."""
+    """Store an entry as the newest, and drop the oldest one if there are more than ``MEMORY``."""
     memory[key] = value
     memory.move_to_end(key)
     if len(memory) > MEMORY:
@@ -227,7 +239,8 @@ def _put(memory: OrderedDict[K, V], key: K, value: V) -> None:
 
 
 def allowed_load(least: int) -> int:
-    """Return how many sequences an engine may have before it is clearly more loaded than one with ``least``.
+    """Return how many sequences an engine may have and still be preferred for its cache, where the least loaded engine
+    has ``least`` sequences.
 
     >>> allowed_load(0), allowed_load(100)
     (8, 133)
@@ -236,8 +249,8 @@ def allowed_load(least: int) -> int:
 
 
 def prefix_keys(prompt_ids_T: IntColumn) -> tuple[int, ...]:
-    """Return the keys of the beginnings of a prompt, the longest last. Two prompts share the keys of their common
-    beginnings.
+    """Return the keys (64-bit hashes) of the beginnings of a prompt, the longest last. Two prompts share the keys of
+    their common beginnings, so equal keys show which engine has a beginning in its cache.
 
     >>> one, other = prefix_keys(np.arange(100)), prefix_keys(np.arange(70))
     >>> len(one), len(other), [key in one for key in other]

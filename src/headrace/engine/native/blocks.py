@@ -52,18 +52,20 @@ def blocks_for(num_tokens: int) -> int:
 
 
 class KnownStates(Protocol):
-    """The digests of prefixes at whose end a sequence can begin (:class:`headrace.engine.native.states.Snapshots`)."""
+    """The digests of the prefixes for which the states of recurrent layers are kept, so that a sequence can begin at
+    their end (:class:`headrace.engine.native.states.Snapshots`)."""
 
     def __contains__(self, digest: bytes) -> bool: ...
 
     def clear(self) -> None:
-        """Forget all of them."""
+        """Forget all digests, because the weights have changed."""
         ...
 
 
 @dataclass(slots=True)
 class Chain:
-    """The part of a sequence that the prefix cache has processed: its first ``length`` blocks, and their digest.
+    """The part of a sequence that the prefix cache has processed: its first ``length`` blocks, and their digest. Each
+    sequence has one; :class:`BlockPool` moves it on.
 
     A chain belongs to the version that computes all of the sequence's context. After a commit that keeps a sequence's
     cache, the old chain registers nothing any more. A sequence whose context is recomputed under the new version gets a
@@ -81,7 +83,7 @@ class Chain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForkedBlocks:
-    """The blocks of a fork."""
+    """The blocks of a fork: a sequence that continues another one from an earlier token, and shares its cache."""
 
     table: list[int]
     """The blocks; the fork owns one reference to each."""
@@ -91,10 +93,13 @@ class ForkedBlocks:
 
 
 class BlockPool:
-    """The blocks ``0 .. num_blocks - 1`` of one paged cache.
+    """The blocks ``0 .. num_blocks - 1`` of one paged key-value cache: which are free, held by sequences or cached for
+    later sequences with the same beginning. A block has the keys and values of ``BLOCK`` tokens. ``version`` is that of
+    the weights in use.
 
     ``secret``, of 64 bits, is part of every digest: without it nobody can construct two prefixes of the same digest.
-    ``states`` is for a model with recurrent layers: a prefix is matched only up to a digest in it.
+    ``states`` is for a model with recurrent layers: a prefix is matched only up to a digest in it. ``None``: the model
+    has none.
 
     >>> pool = BlockPool(4)
     >>> ids_T = np.arange(40, dtype=np.int32)
@@ -106,6 +111,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, version: int = 0, secret: int = 0, states: KnownStates | None = None) -> None:
+        """Make a pool in which every block is free. The arguments are described at the class."""
         self.num_blocks = num_blocks
         self._states = states
         self._secret = secret
@@ -142,15 +148,16 @@ class BlockPool:
         return blocks
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Add one reference to each block."""
+        """Add one reference to each block, because one more sequence uses it."""
         for block in blocks:
             if not self._refs[block]:
                 del self._idle[block]
             self._refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove one reference from each block of a table. The last blocks become the first to be evicted, since no
-        other cached block depends on them."""
+        """Remove one reference from each block of a sequence's table, because it ends or is preempted. A block without
+        references stays cached if it can be matched, and is free otherwise. The last blocks become the first to be
+        evicted, since no other cached block depends on them."""
         for block in reversed(blocks):
             assert self._refs[block] > 0, f"block {block} is released more often than it was taken"
             self._refs[block] -= 1
@@ -175,8 +182,9 @@ class BlockPool:
         return blocks
 
     def claim(self, chain: Chain, ids_T: IntColumn, count: int) -> tuple[list[int], int] | None:
-        """Return a table of ``count`` blocks, first those that :meth:`match` finds and then fresh ones, and how many
-        were matched. ``None``, with nothing changed but the new ``chain``, if there is no room."""
+        """Return the table of ``count`` blocks for a sequence with the tokens ``ids_T``, and how many of them were
+        matched: first come the cached blocks, as :meth:`match` finds them, then fresh ones. ``None``, with nothing
+        changed but the new ``chain``, if there is no room."""
         blocks = self._find(chain, ids_T)
         num_idle = sum(not self._refs[block] for block in blocks)
         if count - len(blocks) > self.available - num_idle:
@@ -252,7 +260,8 @@ class BlockPool:
         return sum(self._eras[block] == self._era for block in self._idle)
 
     def check(self, tables: Iterable[Sequence[int]]) -> None:
-        """Assert that the state is consistent, where ``tables`` are all tables held. For tests."""
+        """Assert that the pool's records agree with each other and with ``tables``, the tables of all sequences. For
+        tests."""
         refs = [0] * self.num_blocks
         for table in tables:
             for block in table:
@@ -267,7 +276,8 @@ class BlockPool:
         assert self._tainted <= held - self._digests.keys()
 
     def _find(self, chain: Chain, ids_T: IntColumn) -> list[int]:
-        """Return the blocks of the longest cached prefix, and move the new ``chain`` to their end."""
+        """Return the blocks of the longest cached prefix of ``ids_T``, without adding references, and move the new
+        ``chain`` to their end."""
         assert chain.length == 0
         blocks: list[int] = []
         digests: list[bytes] = []
@@ -287,7 +297,8 @@ class BlockPool:
         return blocks
 
     def _note(self, digest: bytes, block: int) -> None:
-        """Make ``block`` available for matching under ``digest``."""
+        """Make ``block``, which a sequence holds, available for matching under ``digest``, unless it is tainted or
+        another block with these contents is cached already."""
         if block in self._tainted:
             return
         known = self._by_digest.get(digest)
@@ -306,14 +317,19 @@ class BlockPool:
         self._by_digest[digest], self._digests[block], self._eras[block] = block, digest, self._era
 
     def _uncache(self, block: int) -> None:
+        """Remove a cached block from the prefix cache, so that it can no longer be matched."""
         del self._by_digest[self._digests.pop(block)]
 
     def _seed(self, chain: Chain) -> bytes:
+        """Return the digest that stands before the first block: that of the chain's version and salt."""
         return xxhash.xxh3_128_digest(b"%d %d" % (chain.version, chain.salt), seed=self._secret)
 
     def _digest(self, before: bytes, data: bytes) -> bytes:
+        """Return the digest up to the end of a block, from the digest ``before`` it and ``data``, its token ids as
+        bytes."""
         return xxhash.xxh3_128_digest(before + data, seed=self._secret)
 
 
 def _bytes(ids_T: IntColumn) -> bytes:
+    """Return the token ids as 32-bit integers in bytes, which are hashed."""
     return np.ascontiguousarray(ids_T, np.int32).tobytes()

@@ -31,14 +31,17 @@ _LARGEST_INT = 2**31 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """Valid ids, or the problem with them."""
+    """The result of :func:`check_ids`: valid ids, or the problem with them."""
 
     ids_T: IntColumn
+    """The ids as int32; empty if there is a problem."""
     problem: str = ""
+    """The problem in words; empty if the ids are valid."""
 
 
 def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_size: int) -> Checked:
-    """Return a list of tokens as a column, or the problem with it.
+    """Return token ids of any integer type as a column of int32, or the problem with them: a wrong shape or type, or an
+    id outside the vocabulary of ``vocab_size`` tokens. ``name`` says in the error what the ids are.
 
     >>> check_ids("prompt", [3, 2**40], 100).problem
     'prompt holds token 1099511627776, outside the vocabulary of 100'
@@ -58,7 +61,8 @@ def check_ids(name: str, ids: Sequence[int] | npt.NDArray[np.generic], vocab_siz
 
 
 def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a context longer than the model supports."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``max_context``, the engine's longest context in tokens, is
+    longer than ``limit``, the longest that the model supports, or if that limit is not known (``None``)."""
     if limit is None:
         raise ConfigError(
             "the model's config.json does not say max_position_embeddings, the longest context", remedy="add it there"
@@ -72,7 +76,7 @@ def refuse_long(max_context: int, limit: ContextLimit | None) -> None:
 
 
 def request_problem(request: GenerateRequest, vocab_size: int) -> str:
-    """Return the reason why ``request`` cannot be served, apart from its prompt; empty if it can."""
+    """Return the reason why ``request`` cannot be served, without a look at its prompt; an empty string if it can."""
     if abs(request.priority) > _LARGEST_INT:
         return f"priority={request.priority} is not within ±{_LARGEST_INT}"
     if request.deadline_s is not None and not (math.isfinite(request.deadline_s) and request.deadline_s > 0):
@@ -81,7 +85,8 @@ def request_problem(request: GenerateRequest, vocab_size: int) -> str:
 
 
 def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
-    """Return the reason why ``sampling`` is invalid; empty if it is valid.
+    """Return the first reason why ``sampling`` is invalid for a vocabulary of ``vocab_size`` tokens; an empty string if
+    it is valid.
 
     >>> sampling_problem(Sampling(max_new_tokens=8, top_p=0.0), 100)
     'top_p=0.0 is not in (0, 1]'
@@ -90,7 +95,8 @@ def sampling_problem(sampling: Sampling, vocab_size: int) -> str:
 
 
 def score_problem(request: ScoreTokens, vocab_size: int) -> str:
-    """Return the reason why ``request`` cannot be scored, apart from its routing; empty if it can."""
+    """Return the reason why the tokens of ``request`` cannot be scored, without a look at its routing; an empty string
+    if they can."""
     checked = check_ids("ids_T", request.ids_T, vocab_size)
     if checked.problem:
         return checked.problem
@@ -103,7 +109,8 @@ def score_problem(request: ScoreTokens, vocab_size: int) -> str:
 
 
 def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
-    """Return why ``kept`` cannot be the kept-sets of the tokens ``ids_T``; an empty string if it can."""
+    """Return why ``kept`` cannot be the kept-sets (the entries that survived truncation) of the tokens ``ids_T``; an
+    empty string if it can."""
     sizes = np.asarray(kept.sizes_T)
     if sizes.ndim != 1 or sizes.dtype.kind not in "iu":
         return f"the sizes of the kept-sets have shape {sizes.shape} and dtype {sizes.dtype}"
@@ -113,7 +120,7 @@ def _kept_problem(kept: KeptSets, ids_T: IntColumn, vocab_size: int) -> str:
 
 
 def _problems(sampling: Sampling, vocab_size: int) -> Iterator[str]:
-    """Yield what is invalid in the sampling options, in words."""
+    """Yield each problem of the sampling options in words, such as ``top_p=0.0 is not in (0, 1]``."""
     if sampling.max_new_tokens < 1:
         yield f"max_new_tokens={sampling.max_new_tokens} is not at least 1"
     for name in ("temperature", "presence_penalty", "frequency_penalty", "repetition_penalty"):
@@ -154,5 +161,5 @@ def _stop_problems(sampling: Sampling) -> Iterator[str]:
 
 
 def _fits(number: float) -> bool:
-    """Return whether it is a finite number that fits 32 bits."""
+    """Return whether ``number`` is finite and within the range of a 32-bit float."""
     return math.isfinite(number) and abs(number) <= _LARGEST

@@ -44,8 +44,10 @@ _FEWEST_COLUMNS = 64
 
 
 class Controls:
-    """The columns of sampling parameters. Rows ``0 .. count - 1`` are in use; ``join`` and ``move`` maintain that.
-    ``log_softmax``, where given, computes the logprobs."""
+    """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; ``join`` and
+    ``move`` maintain that as sequences enter and leave the batch. ``log_softmax``, where given, computes the logprobs
+    (the same function as the learner's, so that both get the same bits). ``masks``, where given, are the masks of
+    structured answers."""
 
     def __init__(
         self,
@@ -54,6 +56,8 @@ class Controls:
         log_softmax: LogSoftmax | None = None,
         masks: Masks | None = None,
     ) -> None:
+        """Allocate the columns for ``num_rows`` rows; the tensors of the changes are on ``device``. The other arguments
+        are described at the class."""
         self._device = device
         self._log_softmax = log_softmax
         self._count = 0
@@ -108,8 +112,9 @@ class Controls:
         self._resize(count)
 
     def draw(self, logits_DV: Tensor, positions_D: Index, rows_D: Index | None = None) -> Draw:
-        """Sample one token for each of ``rows_D`` (unset: all rows in use, in order), for position ``positions_D`` of
-        its sequence. Call :meth:`append` afterwards."""
+        """Sample one token for each of ``rows_D`` (unset: all rows in use, in order) from its logits ``logits_DV``.
+        ``positions_D`` is the position of the new token in its sequence, which, with the request's seed, determines the
+        random number. Call :meth:`append` afterwards."""
         rows = np.arange(self._count) if rows_D is None else rows_D
         draws_D = self._tensor(uniforms(self._keys_R[rows], positions_D))
         temperatures_D = self._tensor(self._temperatures_R[rows])
@@ -127,7 +132,8 @@ class Controls:
         return dataclasses.replace(draw, entropies_R=entropies(changed_DV, requested_D))
 
     def _draw(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
-        """Sample from the logits after bias and penalties."""
+        """Sample one token for each of ``rows`` from its logits after bias, penalties and mask. ``draws_D`` are uniform
+        numbers in [0, 1). Rows with and without truncation are sampled apart and put back in order."""
         cut = np.flatnonzero(self._truncated_R[rows])
         if not len(cut):
             return sample(logits_DV, temperatures_D, draws_D, self._log_softmax)
@@ -141,7 +147,8 @@ class Controls:
         return _interleave(truncated, others, np.concatenate([cut, rest]))
 
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
-        """Count the sampled tokens for the penalties of the next draw."""
+        """Record ``ids_D``, the tokens just sampled for ``rows_D`` (unset: all rows in use), for the penalties and
+        masks of the next draw."""
         if self._plain:
             return
         rows = np.arange(self._count) if rows_D is None else rows_D
@@ -150,8 +157,8 @@ class Controls:
             self._masks.append(ids_D, rows)
 
     def _draw_truncated(self, logits_DV: Tensor, temperatures_D: Tensor, draws_D: Tensor, rows: Index) -> Draw:
-        """Draw one token per row under top-k, top-p and min-p, and record the kept-sets of the rows that request
-        them."""
+        """Sample one token for each of ``rows`` under top-k, top-p and min-p, and record the kept-sets (the ids that
+        survive the truncation) of the rows that request them. ``draws_D`` are uniform numbers in [0, 1)."""
         scaled_DV = logits_DV.float() / temperatures_D[:, None]
         limits = TruncationLimits(
             top_k_R=self._tensor(self._top_k_R[rows]),
@@ -172,7 +179,8 @@ class Controls:
         return dataclasses.replace(draw, kept=kept)
 
     def _resize(self, count: int) -> None:
-        """Set the number of rows in use, and note whether all of them sample plainly, without any control."""
+        """Set the number of rows in use, and note whether all of them set nothing but a temperature, so that
+        :meth:`draw` can take its faster path."""
         self._count = count
         self._plain = not (
             self._truncated_R[:count].any()
@@ -183,14 +191,17 @@ class Controls:
         )
 
     def _tensor(self, array: npt.NDArray[np.generic]) -> Tensor:
+        """Return the array as a tensor on the engine's device."""
         return torch.from_numpy(array).to(self._device)
 
 
 class Changes:
-    """The changes that bias and penalties make to each row's logits: the ids of the bias, the prompt and the answer,
-    each once, in columns that grow."""
+    """The changes that bias and penalties make to each row's logits. A row has one column for each token id that it
+    changes: the ids of the bias and, if it has penalties, those of prompt and answer, each once. The columns grow as
+    tokens are sampled."""
 
     def __init__(self, num_rows: int, device: torch.device) -> None:
+        """Allocate the changes of ``num_rows`` rows on ``device``; none of them changes a logit yet."""
         self._changing_R = np.zeros(num_rows, bool)
         self._growing_R = np.zeros(num_rows, bool)
         self._most_R = np.zeros(num_rows, np.int64)
@@ -207,12 +218,12 @@ class Changes:
         """How often each id is in the answer."""
 
     def any(self, count: int) -> bool:
-        """Return whether any of the first ``count`` rows changes a logit."""
+        """Return whether bias or penalties change a logit of any of the first ``count`` rows."""
         return bool(self._changing_R[:count].any())
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set the changes of the logits in ``row``: the bias, and the penalties with the tokens of the prompt and the
-        answer that they apply to."""
+        """Set up ``row`` for a new sequence: its bias, and its penalties with the tokens of the prompt and of the
+        answer so far that they apply to."""
         penalised = _penalised(sampling)
         self._growing_R[row] = penalised
         self._changing_R[row] = penalised or bool(sampling.logit_bias)
@@ -238,7 +249,7 @@ class Changes:
         self._used_R[row] = self._most_R[row] = used
 
     def move(self, sources: Index, targets: Index) -> None:
-        """Copy the changes of the rows ``sources`` to the rows ``targets``."""
+        """Copy the changes of the rows ``sources`` to the rows ``targets``, after rows have left the batch."""
         if not self._changing_R[np.concatenate([sources, targets])].any():
             return
         self._changing_R[targets] = self._changing_R[sources]
@@ -252,7 +263,7 @@ class Changes:
             column[target] = column[source]
 
     def apply(self, logits_DV: Tensor, rows: Index) -> Tensor:
-        """Return the logits after bias and penalties; ``logits_DV`` is not changed."""
+        """Return the logits of ``rows`` after bias and penalties; ``logits_DV`` itself is not changed."""
         places = np.flatnonzero(self._changing_R[rows])
         if not len(places):
             return logits_DV
@@ -274,7 +285,7 @@ class Changes:
         return changed_DV
 
     def append(self, ids_D: Tensor, rows: Index) -> None:
-        """Count the sampled tokens of the rows with penalties."""
+        """Count ``ids_D``, the tokens just sampled for ``rows``, in the rows that have penalties."""
         places = np.flatnonzero(self._growing_R[rows])
         if not len(places):
             return
@@ -306,18 +317,22 @@ class Changes:
         self._seen_RU, self._counts_RU = pad(self._seen_RU, more), pad(self._counts_RU, more)
 
     def _columns(self) -> Tensor:
+        """Return the indices of the columns, for comparison with the number of columns that each row uses."""
         return torch.arange(self._ids_RU.shape[1], device=self._ids_RU.device)
 
     def _index(self, places: Index) -> Tensor:
+        """Return row numbers as a tensor on the device, to index its tensors with."""
         return torch.from_numpy(places).to(self._ids_RU.device)
 
 
 def _penalised(sampling: Sampling) -> bool:
+    """Return whether the request sets a repetition, presence or frequency penalty."""
     return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
 
 
 def _interleave(first: Draw, second: Draw, places_D: Index) -> Draw:
-    """Merge two draws into one. ``places_D`` gives the rows of both; ``second`` has no kept-sets."""
+    """Merge two draws into one, in the order of their places in the batch. ``places_D`` gives the places of the tokens
+    of ``first``, then those of ``second``, which has no kept-sets."""
     order = np.argsort(places_D)
     back = torch.from_numpy(order).to(first.ids_R.device)
     kept = first.kept

@@ -8,7 +8,9 @@
 
 :mod:`.scheduler` decides, :mod:`.blocks` manages the blocks of the cache, :mod:`.rows` holds the state of each
 sequence, :mod:`.swaps` owns the weights' version, :mod:`.packing` packs weights for the kernels while they are staged.
-A commit changes which memory the parameters point to, and the next pass uses it.
+A commit changes which memory the parameters point to, and the next pass uses it. A *row* is the place of a running
+sequence in the batch. Shape legend: R rows, N tokens of a pass, D rows that draw a token, V vocabulary, C columns, B
+blocks.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -44,6 +47,7 @@ from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import RoutingStore
 from headrace.engine.native.rows import ChunkBuilder, Flags, Follower, Index, Rows
+from headrace.engine.native.sampler import Draw
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
@@ -65,15 +69,16 @@ from headrace.models.rope import context_limit
 from headrace.models.weights import vocabulary_of, weight_tensors
 
 Decode = Callable[[list[int]], str]
+"""A function that returns the text of token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Drawn:
-    """The rows that sampled a token in a pass."""
+    """The rows that sampled a token in a pass: those whose context is complete."""
 
     rows_D: Index
     sound_D: Flags
-    """Whether their logits were finite."""
+    """Whether the logits of each defined a distribution (no NaN, no +∞, not only −∞)."""
 
 
 class NativeEngine:
@@ -98,6 +103,9 @@ class NativeEngine:
         adapters: EngineAdapters | None = None,
         masks: MaskMaker | None = None,
     ) -> None:
+        """Check the model and the settings, allocate the cache, and connect the parts of the engine. The arguments are
+        described at the class; ``receiver`` brings new weights. Raises :class:`~headrace.base.errors.ConfigError` or
+        :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
         self._vocab_size = vocabulary_of(model)
@@ -138,7 +146,8 @@ class NativeEngine:
         self._names = {"attention": attention, "kernels": kernels, **indexed, **_fallback(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
-        """Return facts for the run's record: the implementations in use, and where the memory goes."""
+        """Return facts for the record of the run, by name: which implementations of attention and kernels are in use,
+        and how many bytes the cache and the other stores take."""
         return {
             **self._names,
             "cache_blocks": self._cache.num_blocks,
@@ -154,7 +163,8 @@ class NativeEngine:
         }
 
     def add(self, request: GenerateRequest) -> None:
-        """Queue a request. Raises :class:`~headrace.base.errors.RequestError` if it cannot be served."""
+        """Queue a request; it joins the batch in a later step. Raises :class:`~headrace.base.errors.RequestError` if it
+        cannot be served."""
         now_s = self._clock.now()
         if request.sampling.record_routing:
             self._open_routes(request.request_id)
@@ -165,13 +175,16 @@ class NativeEngine:
         self._deadlines.add(sequence)
 
     def abort(self, request_ids: Several[int]) -> list[TokenChunk]:
-        """End the requests of these ids, and return their last chunks. Unknown ids are ignored."""
+        """End the requests with these ids before they are complete, and return all chunks that are due, their last ones
+        among them. Unknown ids are ignored."""
         known = self._intake.known
         self._end([known[one] for one in dict.fromkeys(request_ids) if one in known], StopReason.ABORTED)
         self._swaps.settle()
         return self._outbox.pop()
 
     def has_work(self) -> bool:
+        """Return whether :meth:`step` would do anything: a sequence runs or waits, a chunk is due or, while the engine
+        is paused, a deadline has passed."""
         if self._paused_s is None:
             return self._outbox.any or not self._scheduler.idle
         return self._deadlines.has_expired(self._clock.now())
@@ -194,6 +207,8 @@ class NativeEngine:
         return self._outbox.pop()
 
     def score(self, request: ScoreTokens) -> FloatColumn:
+        """Return the logprob of each token of ``request`` under the weights in use; 0 for the first, which nothing
+        precedes."""
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
@@ -212,19 +227,23 @@ class NativeEngine:
             self._scheduler.return_blocks(table)
 
     def stage(self, update: WeightUpdate) -> None:
+        """Bring the version ``update`` into memory and verify it, while steps continue; called in another thread."""
         self._weights.stage(update)
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
+        """Begin to use the staged ``version`` in ``mode``; its report comes from :meth:`take_swaps`. A commit with
+        ``Interrupt.SLEEP`` also wakes the paused engine."""
         self._swaps.begin(version, mode, self._config.stream_steps, self._paused_s)
         if mode is Interrupt.SLEEP:
             self.resume()
 
     def take_swaps(self) -> list[SwapReport]:
+        """Remove and return the reports of the commits that have been completed since the last call."""
         return self._swaps.pop_reports()
 
     def pause(self, *, release: bool = False) -> None:
-        """Stop sampling. With ``release``, the sequences go back to the queue and the memory of the cache is given
-        back."""
+        """Stop sampling until :meth:`resume`. With ``release``, the sequences go back to the queue with the tokens that
+        they have, and the memory of the cache is given back."""
         if self._paused_s is None:
             self._paused_s = self._clock.now()
         if release and self._cache.allocated:
@@ -248,7 +267,7 @@ class NativeEngine:
         self._paused_s = None
 
     def stats(self) -> EngineStats:
-        """Return the engine's totals and its load at this moment."""
+        """Return the engine's counters since its start, and its load at this moment."""
         scheduler = self._scheduler
         return EngineStats(
             version=self._swaps.version,
@@ -271,8 +290,9 @@ class NativeEngine:
         )
 
     def _run(self, schedule: Schedule) -> list[_Drawn]:
-        """Run one forward pass for each set of weights that the scheduled rows use, and return the sampled tokens.
-        Almost always there is one set; rows pinned to an older version need another."""
+        """Run one forward pass for each set of weights that the scheduled rows use, and return which rows sampled a
+        token in each pass. Almost always there is one set; rows pinned to an older version need another, and so may
+        rows with different adapters."""
         for sequence in schedule.joined:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
@@ -290,8 +310,8 @@ class NativeEngine:
         return drawn
 
     def _prepare_blocks(self, schedule: Schedule) -> None:
-        """Prepare the cache for a pass: clear blocks, copy those that forked sequences write to, and restore states of
-        mixers."""
+        """Prepare the cache for a pass: clear blocks that may hold NaN, copy the blocks that forked sequences write to,
+        and restore the states of recurrent layers for sequences that begin at a cached prefix."""
         self._clear_dirty()
         if schedule.copies:
             sources, targets = (list(blocks) for blocks in zip(*schedule.copies, strict=True))
@@ -301,12 +321,14 @@ class NativeEngine:
             self._states.restore(list(schedule.restores))
 
     def _clear_dirty(self) -> None:
+        """Set the cache's blocks to zero that may hold NaN or infinity, before they are used again."""
         if dirty := self._scheduler.pop_dirty():
             self._cache.clear(dirty)
 
     @torch.inference_mode()
     def _forward_pass(self, schedule: Schedule, stamp: int) -> _Drawn:
-        """Compute the schedule's tokens, and sample for each row whose context is complete."""
+        """Compute the schedule's tokens in one pass, and sample a token for each row whose context is complete.
+        ``stamp`` is the version that the sampled tokens carry."""
         rows, rows_R, counts_R = self._rows, schedule.rows_R, schedule.counts_R
         starts_R = rows.computed_R[rows_R]
         geometry = Geometry(
@@ -336,20 +358,22 @@ class NativeEngine:
         return self._draw(logits_DV, rows_D, stamps)
 
     def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int | Index) -> _Drawn:
-        """Sample the next token of each row from its logits, and record it with its logprob, its version ``stamp`` and
-        all that its request wants recorded."""
+        """Sample the next token of each of ``rows_D`` from its logits, and record it with its logprob, its version
+        ``stamp`` and all that its request wants recorded. Return which rows sampled, and whether their logits were
+        sound."""
         draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
         self._controls.append(draw.ids_R, rows_D)
         entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()
-        self._rows.record(rows_D, draw.ids_R.cpu().numpy(), draw.logprobs_R.cpu().numpy(), stamp, entropies_D)
+        ids_D, logprobs_D, sound_D = _fetched(draw)
+        self._rows.record(rows_D, ids_D, logprobs_D, stamp, entropies_D)
         self._rows.record_kept(rows_D, draw.kept)
         self._rows.record_top(rows_D, draw.top)
         self._generated_tokens += len(rows_D)
-        return _Drawn(rows_D=rows_D, sound_D=draw.sound_R.cpu().numpy())
+        return _Drawn(rows_D=rows_D, sound_D=sound_D)
 
     def _postprocess(self, drawn: list[_Drawn]) -> None:
-        """End the rows that have stopped, are full or have invalid logits; emit chunks of the other rows that are
-        due."""
+        """End the rows that have stopped, are full or have invalid logits, and make chunks of the other rows that have
+        enough tokens to send. ``drawn`` are the rows that sampled a token in this step."""
         if not drawn:
             return
         rows = self._rows
@@ -384,7 +408,8 @@ class NativeEngine:
         return ended_D
 
     def _end_broken(self, row: int) -> None:
-        """End a row whose logits are not finite, as a failed sequence, without its last token."""
+        """End a row whose last token was drawn from logits that are not finite, as a failed sequence and without that
+        token; its cache blocks are not used again before they are cleared."""
         rows = self._rows
         pin, length = int(rows.pin_R[row]), int(rows.length_R[row]) - 1
         version = self._swaps.version if pin == NO_ROW else pin
@@ -411,27 +436,32 @@ class NativeEngine:
         self._withdraw(stale)
 
     def _end(self, sequences: list[Sequence], reason: StopReason) -> None:
-        """End these sequences early, with a last chunk each."""
+        """End these sequences before they are complete, with a last chunk that has the stop ``reason``."""
         for sequence in sequences:
             self._outbox.end(sequence, reason)
         self._withdraw(sequences)
 
     def _withdraw(self, sequences: list[Sequence]) -> None:
+        """Remove sequences whose last chunk is made from the engine, whether they run or wait."""
         for sequence in sequences:
             self._forget(sequence)
         self._scheduler.withdraw(sequences)
 
     def _may_pin(self) -> bool:
+        """Return whether a sequence can be pinned to the weights in use now: they are not being exchanged part by
+        part, and there is room for a copy of them."""
         return not self._swaps.streaming and self._pins.may_hold(self._swaps.version)
 
     def _forget(self, sequence: Sequence) -> None:
+        """Remove the engine's records of a sequence that ends, except the tokens kept for forks, and release the older
+        weights that it was pinned to."""
         self._intake.ended(sequence)
         if sequence.pin is not None:
             self._pins.drop(sequence.pin, sequence.arrival)
 
     def _open_routes(self, request_id: int) -> None:
-        """Allocate what records routing. Raises :class:`~headrace.base.errors.RequestError` if this model or engine
-        cannot."""
+        """Allocate the store of routing (the experts chosen per token), when the first request asks for it. Raises
+        :class:`~headrace.base.errors.RequestError` if the routing of this model cannot be recorded."""
         try:
             problem = self._routes.open()
         except ModelError as error:
@@ -442,17 +472,30 @@ class NativeEngine:
             )
 
     def _tensor(self, array: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+        """Return the array as a tensor on the engine's device."""
         return torch.from_numpy(array).to(self._device)
 
 
+def _fetched(draw: Draw) -> tuple[Index, FloatColumn, npt.NDArray[np.bool_]]:
+    """Return the ids, the logprobs and whether the logits were sound (finite) of each row, as arrays in host memory.
+    From a GPU they come as one transfer, since each transfer waits for the GPU; float64 holds all three exactly."""
+    if draw.ids_R.device.type == "cpu":
+        return draw.ids_R.numpy(), draw.logprobs_R.numpy(), draw.sound_R.numpy()
+    columns = (draw.ids_R, draw.logprobs_R, draw.sound_R)
+    ids_R, logprobs_R, sound_R = torch.stack([column.double() for column in columns]).cpu().numpy()
+    return ids_R.astype(np.int64), logprobs_R.astype(np.float32), sound_R.astype(np.bool_)
+
+
 def _fallback(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
-    """Return the reason why the compiled kernels are missing on this machine, where they would be faster; else
-    nothing."""
+    """Return the reason why the compiled kernels are missing on this machine, under the name ``fallback``, if they
+    would speed up this model and are not switched off; else an empty dict."""
     loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
     return {"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {}
 
 
 def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:
+    """Replace modules of the model by fused kernels, if the settings allow it, and return what was done in words, for
+    the record of the run. A deterministic model keeps its own kernels."""
     if is_deterministic(model):
         return "deterministic"
     return str(fuse(model)) if config.kernels == "auto" else "off"

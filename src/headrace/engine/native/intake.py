@@ -1,4 +1,8 @@
-"""The admission of requests: checks against the engine's limits, and the first state of each sequence."""
+"""The admission of requests: checks against the engine's limits, and the first state of each sequence.
+
+A *fork* is a request that continues an earlier one, its *parent*, from one of its tokens; it is *stale* if the parent's
+cache was computed with other weights than those in use. *Given* tokens are those that a sequence begins with.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +28,8 @@ STALE_REMEDY = "set stale to 'recompute' or 'reuse'"
 
 
 def stale_fork(request: GenerateRequest, version: int) -> str:
-    """Return the error text for a fork whose parent's cache was computed with other weights than those in use."""
+    """Return the error text for the fork ``request``, whose parent's cache was computed with other weights than those
+    of ``version``, which is in use."""
     assert request.fork is not None
     weights = "the mixed weights" if version < NOT_SAMPLED else f"version {version}"
     return (
@@ -35,10 +40,10 @@ def stale_fork(request: GenerateRequest, version: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """The limits that every request has to respect."""
+    """The limits that every request has to respect, and what the engine can do for requests."""
 
     vocab_size: int
-    """Token ids are below it."""
+    """The number of token ids: every id of a request is below it."""
     max_context: int
     """The most tokens of a prompt and its answer together."""
     num_blocks: int
@@ -46,16 +51,16 @@ class Bounds:
     max_waiting: int
     """The most requests in the queue."""
     stop_strings: bool
-    """Whether the engine can decode tokens, which stop strings need."""
+    """Whether the engine can decode tokens to text, which stop strings need."""
     masks: MaskMaker | None
-    """The maker of masks, which structures need."""
+    """The maker of masks, which structured answers need; ``None``: requests with a structure are refused."""
     adapters: EngineAdapters
     """The adapters among which requests choose."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ForkSource:
-    """The tokens of a sequence that can be forked."""
+    """The tokens of a running, waiting or ended sequence from which a fork can begin."""
 
     ids_T: IntColumn
     num_given: int
@@ -67,7 +72,8 @@ class _ForkSource:
 
 
 class Intake:
-    """The admission of requests. The tokens of the last ``fork_memory`` ended sequences are kept, for forks."""
+    """The admission of requests to an engine with the limits ``bounds`` and the batch ``rows``. The tokens of the last
+    ``fork_memory`` ended sequences are kept, for forks."""
 
     def __init__(self, bounds: Bounds, rows: Rows, fork_memory: int) -> None:
         self._bounds = bounds
@@ -79,8 +85,10 @@ class Intake:
         """Every sequence that has not ended, by its request id."""
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
-        """Return the sequence of ``request``. ``version`` is the one that computes sequences that join now. Raises
-        :class:`~headrace.base.errors.RequestError` for a request that cannot be served; nothing has changed then."""
+        """Return a new sequence for ``request``, ready for the queue. ``version`` is that of the weights in use
+        (``NOT_SAMPLED`` before the first), ``num_waiting`` the length of the queue, ``now_s`` the time on the engine's
+        clock. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be served; nothing has
+        changed then."""
         name = f"request {request.request_id}"
         if version == NOT_SAMPLED:
             raise RequestError(
@@ -102,7 +110,8 @@ class Intake:
         return sequence
 
     def ended(self, sequence: Sequence) -> None:
-        """Record that ``sequence`` ends, while its tokens are still available."""
+        """Record that ``sequence`` ends, and keep its tokens for forks. Called before its row is freed, while the
+        tokens can still be read."""
         del self.known[sequence.request.request_id]
         if self._fork_memory:
             self._ended[sequence.request.request_id] = self._fork_source(sequence)
@@ -111,14 +120,14 @@ class Intake:
                 self._ended.popitem(last=False)
 
     def _sequence(self, request: GenerateRequest, name: str, version: int, now_s: float) -> Sequence:
-        """Return the sequence of a request that has passed the checks, with the tokens of its parent if it is a
-        fork."""
+        """Check ``request`` and return its sequence, with the tokens of its parent if it is a fork. ``name`` is the
+        request's in errors; ``version`` and ``now_s`` are as in :meth:`admit`."""
         prompt_ids_T, fork = self._check(request, name), request.fork
         if fork is None:
             given = prompt_ids_T
             num_prompt, parent, required_version, parent_ids = len(given), None, None, None
         else:
-            source = self._fork_point(request, fork, name, version)
+            source = self._find_fork_source(request, fork, name, version)
             given = source.ids_T[: source.num_given + fork.at].copy()
             num_prompt, parent_ids = source.num_prompt, source.ids_T
             parent = self.known.get(fork.parent)
@@ -138,8 +147,8 @@ class Intake:
         )
 
     def _adapter(self, request: GenerateRequest, name: str) -> int:
-        """Return the number of the adapter of the request's agent. Raises :class:`~headrace.base.errors.RequestError`
-        if there is none."""
+        """Return the index of the adapter of the request's agent. Raises :class:`~headrace.base.errors.RequestError`
+        if the agent has none. ``name`` is the request's in errors."""
         adapters = self._bounds.adapters
         place = adapters.find(request.agent)
         if place is None:
@@ -150,7 +159,9 @@ class Intake:
         return place
 
     def _answer(self, request: GenerateRequest, name: str) -> FinishedSequence | None:
-        """Return the answer that another engine has begun, as if the sequence had been preempted here."""
+        """Return the tokens of an answer that another engine has begun, in the form that a sequence preempted here
+        has; ``None`` for a request without any. All count as sent. Raises :class:`~headrace.base.errors.RequestError`
+        for an answer that cannot be continued."""
         if request.answer_ids_T is None:
             return None
         checked = check_ids("answer", request.answer_ids_T, self._bounds.vocab_size)
@@ -168,7 +179,8 @@ class Intake:
         return FinishedSequence(tokens=begun, num_flushed=count)
 
     def _check(self, request: GenerateRequest, name: str) -> IntColumn:
-        """Return the prompt, after every number of the request has been checked."""
+        """Check every number of the request, and return its prompt as a column. Raises
+        :class:`~headrace.base.errors.RequestError`, which begins with ``name``, for what is invalid."""
         wrong = request_problem(request, self._bounds.vocab_size)
         if wrong:
             raise RequestError(f"{name}: {wrong}", remedy="correct its sampling")
@@ -179,9 +191,10 @@ class Intake:
             )  # fmt: skip
         return checked.ids_T
 
-    def _fork_point(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
-        """Return the sequence that a fork continues. Raises :class:`~headrace.base.errors.RequestError` if it cannot be
-        forked there."""
+    def _find_fork_source(self, request: GenerateRequest, fork: ForkRequest, name: str, version: int) -> _ForkSource:
+        """Return the running or recently ended sequence that a fork continues. ``name`` is the request's in errors, and
+        ``version`` the one in use. Raises :class:`~headrace.base.errors.RequestError` if there is no such sequence, or
+        if it cannot be forked at that token."""
         live = self.known.get(fork.parent)
         source = self._ended.get(fork.parent) if live is None else self._fork_source(live)
         if source is None:
@@ -216,8 +229,9 @@ class Intake:
         )
 
     def _refuse_if_unfit(self, name: str, sequence: Sequence) -> None:
-        """Refuse a sequence that can never fit the engine: an empty prompt, or more tokens than the context or the
-        cache holds."""
+        """Raise :class:`~headrace.base.errors.RequestError` for a sequence that this engine can never serve: with an
+        empty prompt, with stop strings or a structure that it cannot follow, or with more tokens than the context or
+        the cache holds. ``name`` is the request's in the error."""
         length, sampling, bounds = len(sequence.given_ids_T), sequence.request.sampling, self._bounds
         if length == 0:
             raise RequestError(f"{name} has an empty prompt", remedy="give at least one token")

@@ -1,9 +1,10 @@
-"""The structure of answers: which tokens may come next in each row whose request asks for one.
+"""The structure of answers (a JSON schema or a regular expression, for example): which tokens may come next in each row
+whose request asks for a structure. A row is the place of one running sequence in the batch.
 
-What a structure is, the engine does not know: a request carries its description, and the maker that the engine was
-given turns it into a mask that follows the answer token by token. Tokens that the mask excludes get the logit −inf
-after bias and penalties, before temperature and truncation, so that logprobs, kept-sets and entropies are those of the
-masked distribution.
+The engine does not interpret structures: a request carries the description of its structure as a text, and the maker
+that the engine was given turns it into a mask that follows the answer token by token. Tokens that the mask excludes get
+the logit −inf after bias and penalties, before temperature and truncation, so that logprobs, kept-sets and entropies
+are those of the masked distribution.
 
 Shape legend: V vocabulary, D rows that draw in this step.
 """
@@ -23,14 +24,14 @@ from headrace.base.types.sampling import Sampling
 
 
 class TokenMask(Protocol):
-    """The mask of one answer, which follows it."""
+    """The mask of one answer: it says which tokens may come next, and is told each token that was sampled."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return which ids may come next; ids beyond its end may not."""
+        """Return for each id from 0 whether it may come next; ids beyond the end of the array may not."""
         ...
 
     def accept(self, token: int) -> None:
-        """Append a token that was allowed."""
+        """Move on by one sampled token, which was allowed."""
         ...
 
 
@@ -40,7 +41,8 @@ MaskMaker = Callable[[str], TokenMask]
 
 
 class Masks:
-    """The masks of all rows. Rows without a structure cost nothing."""
+    """The masks of all rows of the batch, made by ``make`` from the requests' structures. Rows without a structure cost
+    nothing."""
 
     def __init__(self, make: MaskMaker) -> None:
         self._make = make
@@ -69,7 +71,8 @@ class Masks:
             del self._rows[row]
 
     def apply(self, logits_DV: Tensor, rows: npt.NDArray[np.int64]) -> Tensor:
-        """Return the logits with −inf at every token that may not come next; ``logits_DV`` is not changed."""
+        """Return the logits of ``rows`` with −inf at every token that may not come next; ``logits_DV`` itself is not
+        changed."""
         masked = [(place, self._rows[row]) for place, row in enumerate(rows.tolist()) if row in self._rows]
         if not masked:
             return logits_DV
@@ -81,7 +84,7 @@ class Masks:
         return logits_DV.masked_fill(torch.from_numpy(excluded_DV).to(logits_DV.device), -torch.inf)
 
     def append(self, ids_D: Tensor, rows: npt.NDArray[np.int64]) -> None:
-        """Pass the sampled tokens on to the masks of their rows."""
+        """Pass ``ids_D``, the tokens just sampled for ``rows``, on to the masks of these rows."""
         if any(row in self._rows for row in rows.tolist()):
             for row, token in zip(rows.tolist(), ids_D.tolist(), strict=True):
                 if row in self._rows:

@@ -16,8 +16,9 @@ from headrace.models.paged.base import BLOCK, LayerShape, PagedCache
 def make_cache(
     config: EngineConfig, max_context: int, shapes: Sequence[LayerShape], dtype: torch.dtype, device: torch.device
 ) -> PagedCache:
-    """Allocate the cache, of ``config.cache_tokens`` tokens, or of as many as the sequences could need within
-    ``config.cache_share`` of the free memory.
+    """Allocate and return the key-value cache, of ``config.cache_tokens`` tokens, or, where that is not set, of as many
+    as all sequences of ``max_context`` tokens could need, within ``config.cache_share`` of the free memory. ``shapes``
+    are the shapes of keys and values in each layer.
 
     Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
     """
@@ -42,6 +43,7 @@ def make_cache(
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Return the free memory of the GPU, or of the machine where the device is the processor, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     return int(psutil.virtual_memory().available)

@@ -1,5 +1,9 @@
-"""A weight receiver that packs staged weights into the kernels' layout while passes continue, so that a commit remains
-a change of pointers (:mod:`headrace.models.kernels.panels`)."""
+"""A weight receiver that packs staged weights into the layout of the compiled kernels while passes continue, so that a
+commit remains a change of pointers (:mod:`headrace.models.kernels.panels`).
+
+A *product* is a linear module whose matrix product runs on such a kernel. There are two buffers of packed weights: one
+for the version in use, one for the version that is staged.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +28,13 @@ same, but slower."""
 
 
 class PackedWeightReceiver:
-    """A :class:`~headrace.engine.native.swaps.WeightReceiver` for a model whose modules run on kernels."""
+    """A :class:`~headrace.engine.native.swaps.WeightReceiver` for a model whose modules run on kernels: it stages with
+    ``receiver``, and packs what that receiver has staged. Without such modules, or without enough memory, it only
+    passes the calls on."""
 
     def __init__(self, receiver: WeightReceiver, model: nn.Module) -> None:
+        """Find the products of ``model`` that run on kernels, allocate the buffers of packed weights if there is enough
+        memory, and pack the weights that the model has now."""
         self._receiver = receiver
         products = [each for each in products_of(model) if not each.linear.weight.is_inference()]
         self._ops = kernels() if products else None
@@ -50,7 +58,7 @@ class PackedWeightReceiver:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all packed weights: of one version until a second one has been staged, then of two."""
+        """The memory of all packed weights in bytes: of one version until a second one has been staged, then of two."""
         return sum(self._bytes[: self._num_versions])
 
     def stage(self, update: WeightUpdate) -> None:
@@ -66,10 +74,13 @@ class PackedWeightReceiver:
             self._staging = False
 
     def staged(self) -> Mapping[str, Tensor]:
+        """Return the staged tensors that are not in use yet, by the names of the model's parameters."""
         return self._receiver.staged()
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Commit the staged version part by part. After the last part, the buffer that was in use is free."""
+        """Return an iterator that commits the staged version in ``parts`` steps, one part of the parameters for each
+        ``next``. After the last part, the buffer that was in use is free for the next version. Raises
+        :class:`~headrace.base.errors.WeightsError` if no version is completely staged."""
         with self._lock:
             if self._staging or (self._num_versions == 2 and not self._prepared):
                 words = "the next is still on its way" if self._staging else "nothing is staged"
@@ -77,12 +88,14 @@ class PackedWeightReceiver:
             return self._switch_buffers(self._receiver.commit_parts(version, parts))
 
     def _switch_buffers(self, parts: Iterator[None]) -> Iterator[None]:
+        """Yield once for each of ``parts``, then make the buffer of the committed version the one in use."""
         yield from parts
         if self._prepared:
             self._used, self._prepared = 1 - self._used, False
 
     def _pack(self, buffer: int, weights: Sequence[Tensor | None], threads: int) -> None:
-        """Pack the weights of the products, in their order, into a buffer. ``None`` skips a product."""
+        """Pack ``weights``, those of the products in their order, into the buffer with index ``buffer``, using
+        ``threads`` threads. A weight that is ``None`` skips its product."""
         chosen = [
             (product, Packed(weight, weight.data_ptr(), memory, product.linear.weight._version))
             for (_, product), weight, memory in zip(self._products, weights, self._memory[buffer], strict=True)

@@ -1,4 +1,8 @@
-"""Copies of older weights for pinned sequences: one copy per version, kept while a sequence needs it."""
+"""Copies of older weights for pinned sequences: one copy per version, kept while a sequence needs it.
+
+A sequence is *pinned* if its request asks for one version of the weights for all its tokens, whatever is committed
+meanwhile. A *holder* is such a sequence, by its number.
+"""
 
 from __future__ import annotations
 
@@ -23,28 +27,30 @@ class Pins:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all copies."""
+        """The memory of all copies, in bytes."""
         each = sum(tensor.numel() * tensor.element_size() for tensor in self._tensors)
         return each * len(self._copies)
 
     def may_hold(self, version: int) -> bool:
-        """Return whether ``version`` has a copy or there is room for one."""
+        """Return whether a sequence may be pinned to ``version`` now: it has a copy already, or there is room for one
+        more."""
         return version in self._copies or len(self._copies) < self._most
 
     def move(self, device: torch.device) -> None:
-        """Move the copies to ``device``."""
+        """Move the copies to ``device``: to the processor while the engine releases the memory of its GPU, and
+        back."""
         for version, tensors in self._copies.items():
             self._copies[version] = [tensor.to(device) for tensor in tensors]
 
     def hold(self, version: int, holder: int) -> None:
         """Keep ``version`` for ``holder``. The first call for a version copies the weights that the model has at that
-        time."""
+        time, so ``version`` must be the one in use then."""
         if version not in self._copies:
             self._copies[version] = [tensor.detach().clone() for tensor in self._tensors]
         self._holders.setdefault(version, set()).add(holder)
 
     def drop(self, version: int, holder: int) -> None:
-        """End the use of ``version`` by ``holder``. The last holder frees the copy."""
+        """End the use of ``version`` by ``holder``. When its last holder has dropped it, the copy is freed."""
         holders = self._holders[version]
         holders.discard(holder)
         if not holders:
@@ -64,5 +70,6 @@ class Pins:
             self._point(current)
 
     def _point(self, targets: list[Tensor]) -> None:
+        """Let the model's parameters use the memory of ``targets``, in the order of the parameters."""
         for tensor, target in zip(self._tensors, targets, strict=True):
             tensor.data = target

@@ -1,4 +1,5 @@
-"""The routing of cached tokens, stored beside their keys and values.
+"""The routing of cached tokens (the experts that each mixture-of-experts layer chose for them), stored beside their
+keys and values.
 
 The routing of a token is stored at its position in its block, so it is shared wherever the block is shared: with a
 prompt of several siblings, or with the prefix of a fork. Requests that record their routing match only blocks that have
@@ -21,7 +22,8 @@ from headrace.models.routing import RoutingRecorder, find_routing
 
 
 class RoutingStore:
-    """The experts of all cached tokens. No hook is installed and no memory is allocated before :meth:`open`."""
+    """The experts of all tokens in the cache's ``num_blocks`` blocks. No hook is installed in the model and no memory
+    is allocated before :meth:`open`."""
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
         self._model = model
@@ -31,11 +33,12 @@ class RoutingStore:
 
     @property
     def num_bytes(self) -> int:
-        """The memory of the store."""
+        """The memory of the store, in bytes."""
         return self._experts_PSLK.nbytes
 
     def open(self) -> str:
-        """Make sure that routing can be recorded. Return the reason where it cannot; else the empty string.
+        """Install the recorder and allocate the store, unless that is done. Return the reason if routing cannot be
+        recorded; else the empty string.
 
         Raises :class:`~headrace.base.errors.ModelError` for a mixture of experts whose architecture is not supported.
         """
@@ -49,12 +52,13 @@ class RoutingStore:
         return ""
 
     def record(self, wanted: bool) -> None:
-        """Set whether the next pass is recorded."""
+        """Set whether the routing of the next pass is recorded."""
         if self._recorder is not None:
             self._recorder.on = wanted
 
     def store(self, geometry: Geometry) -> None:
-        """Store the experts of the pass that has just run."""
+        """Store the experts of the pass that has just run, at the blocks and positions of its tokens, which
+        ``geometry`` gives."""
         if self._recorder is None or not self._recorder.on:
             return
         positions_N = geometry.positions_N()
@@ -63,12 +67,13 @@ class RoutingStore:
         self._experts_PSLK[blocks_N, positions_N % BLOCK] = self._recorder.take()
 
     def copy(self, sources: list[int], targets: list[int]) -> None:
-        """Copy the routing of whole blocks."""
+        """Copy the routing of whole blocks, as the cache copies their keys and values for a fork."""
         if self._recorder is not None:
             self._experts_PSLK[targets] = self._experts_PSLK[sources]
 
     def read(self, table: list[int], span: slice, num_computed: int) -> Routing:
-        """Return the routing of the tokens at ``span``. Tokens from position ``num_computed`` on have none yet."""
+        """Return the routing of the tokens at the positions ``span`` of the sequence whose blocks are ``table``. Tokens
+        from position ``num_computed`` on have not been computed, and are marked as unknown."""
         places = np.arange(span.start, min(span.stop, num_computed))
         experts_RLK: Experts = self._experts_PSLK[np.array(table, np.int64)[places // BLOCK], places % BLOCK]
         return Routing(known_T=np.arange(span.start, span.stop) < num_computed, experts_RLK=experts_RLK)

@@ -3,7 +3,7 @@ the chunks that leave the engine: the tokens of each sequence since its last chu
 
 A sequence that joins takes the first unused row; when sequences leave, the last ones move into their rows. Every query
 about the batch is therefore one operation on slices ``[:count]``. A sampled token is stored at its position in the
-sequence, after the prompt.
+sequence, after the prompt. To *flush* tokens is to put them in a chunk, which the engine sends.
 
 Shape legend: R rows, C columns (the longest context), B blocks of the longest context, S stop ids of one request, D
 rows that have just sampled.
@@ -36,7 +36,8 @@ _NO_IDS = np.zeros(0, np.int32)
 
 
 def gather(kept: Several[Kept]) -> KeptSets:
-    """Return the kept-sets of some tokens as one record, from the arrays of the steps that sampled them."""
+    """Return the kept-sets of several tokens (for each, the vocabulary entries that survived truncation) as one record.
+    ``kept`` has for each token the ids of its whole step, and the start and end of its own ids among them."""
     return KeptSets(
         ids_E=np.concatenate([_NO_IDS, *[ids_E[start:end] for ids_E, start, end in kept]]),
         sizes_T=np.array([end - start for _, start, end in kept], np.int32),
@@ -44,10 +45,11 @@ def gather(kept: Several[Kept]) -> KeptSets:
 
 
 class Follower(Protocol):
-    """An object that keeps columns of its own over the same rows."""
+    """An object that keeps columns of its own over the same rows, such as sampling parameters. :class:`Rows` tells it
+    how the rows change."""
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
-        """Set up ``row``, the first unused one, for a new sequence."""
+        """Set up ``row``, the first unused one, for a new sequence that has sampled ``answer_ids_T`` before."""
         ...
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
@@ -56,9 +58,11 @@ class Follower(Protocol):
 
 
 class Rows:
-    """The columns of the batch. ``count`` rows are in use."""
+    """The columns of the batch: at most ``num_rows`` sequences of at most ``num_columns`` tokens, of which ``count``
+    are in use. ``followers`` are told of every change of the rows."""
 
     def __init__(self, num_rows: int, num_columns: int, followers: Several[Follower] = ()) -> None:
+        """Allocate the columns for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
         self._followers = tuple(followers)
         self.num_rows = num_rows
         self.sequences: list[Sequence] = []
@@ -147,23 +151,25 @@ class Rows:
             follower.move(sources, targets, left)
 
     def extend(self, row: int, blocks: Several[int]) -> None:
-        """Add blocks to a row's table."""
+        """Add cache blocks at the end of a row's table."""
         held = int(self.num_blocks_R[row])
         self.tables_RB[row, held : held + len(blocks)] = blocks
         self.num_blocks_R[row] += len(blocks)
 
     def table(self, row: int) -> list[int]:
-        """Return the row's blocks."""
+        """Return the row's blocks of the key-value cache, in the order of its tokens."""
         blocks: list[int] = self.tables_RB[row, : self.num_blocks_R[row]].tolist()
         return blocks
 
     def decoding(self) -> Flags:
-        """Return which rows have all but their newest token in the cache."""
+        """Return for each row in use whether it decodes: all its tokens but the newest are in the cache. The other rows
+        still compute their context."""
         ready: Flags = self.computed_R[: self.count] == self.length_R[: self.count] - 1
         return ready
 
     def by_rank(self, rows: Index) -> Index:
-        """Return these rows ordered by rank; the last one is preempted first."""
+        """Return these rows ordered by rank: higher priority first, then order of arrival. The last one is preempted
+        first."""
         return rows[np.lexsort((self.arrival_R[rows], -self.priority_R[rows]))]
 
     def record(
@@ -174,8 +180,8 @@ class Rows:
         version: int | Index,
         entropies_D: FloatColumn | None = None,
     ) -> None:
-        """Append one sampled token to each of these rows, with its version, and its entropy where a row records
-        it."""
+        """Append one sampled token to each of ``rows_D``: its id, its logprob, the version of the weights that sampled
+        it (one for all rows, or one for each) and its entropy in nats; ``None`` if no row records entropies."""
         column_D = self.length_R[rows_D]
         self.ids_RC[rows_D, column_D] = ids_D
         self._logprobs_RC[rows_D, column_D] = logprobs_D
@@ -185,7 +191,8 @@ class Rows:
         self.length_R[rows_D] += 1
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
-        """Record the kept-sets of the newest tokens of these rows; ``None`` stands for the whole vocabulary."""
+        """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them. ``None`` means that
+        none was truncated: each kept-set is the whole vocabulary, and is stored as empty."""
         places = np.flatnonzero(self._records_kept_R[rows_D]).tolist()
         if not places:
             return
@@ -199,7 +206,8 @@ class Rows:
             self.sequences[row].kept.append((ids_E, starts[place], ends[place]))
 
     def record_top(self, rows_D: Index, top: TopScores | None) -> None:
-        """Record the likeliest entries at the newest tokens of these rows, where a row records them."""
+        """Store the likeliest entries at the newest tokens of ``rows_D``, as many as each row records; ``None`` if no
+        row records any."""
         if top is None:
             return
         for place, row in enumerate(rows_D.tolist()):
@@ -210,23 +218,23 @@ class Rows:
                 )
 
     def stopped(self, rows_D: Index) -> Flags:
-        """Return which of these rows have a stop id as their newest token."""
+        """Return for each of ``rows_D`` whether its newest token is one of its stop ids."""
         newest_D = self.ids_RC[rows_D, self.length_R[rows_D] - 1]
         ended: Flags = (newest_D[:, None] == self._stops_RS[rows_D]).any(axis=1)
         return ended
 
     def full(self, rows_D: Index) -> Flags:
-        """Return which of these rows have reached their longest length."""
+        """Return for each of ``rows_D`` whether it has as many tokens as its request allows."""
         return self.length_R[rows_D] >= self._max_length_R[rows_D]
 
     def due(self, rows_D: Index, flush_tokens: int) -> Flags:
-        """Return which of these rows have at least ``flush_tokens`` tokens to send. The newest token of a row that
-        records its routing cannot be sent before its routing is known."""
+        """Return for each of ``rows_D`` whether it has at least ``flush_tokens`` tokens to send. The newest token of a
+        row that records its routing does not count: its routing is known only after the next pass."""
         ready_D = self.length_R[rows_D] - self._flushed_R[rows_D] - self.records_routing_R[rows_D]
         return ready_D >= flush_tokens
 
     def remove_last(self, row: int) -> None:
-        """Remove the newest token of ``row``."""
+        """Remove the newest token of ``row``, with all that was recorded of it, because its logits were invalid."""
         self.length_R[row] -= 1
         if self._records_kept_R[row]:
             self.sequences[row].kept.pop()
@@ -234,15 +242,16 @@ class Rows:
             self.sequences[row].top.pop()
 
     def num_sampled(self, row: int) -> int:
-        """Return the number of tokens of the row's answer."""
+        """Return the number of tokens that the row has after those that its sequence began with."""
         return int(self.length_R[row]) - len(self.sequences[row].given_ids_T)
 
     def ids_of(self, row: int) -> IntColumn:
-        """Return all tokens of the row, as a view."""
+        """Return the ids of all tokens of the row, given and sampled, as a view that is valid until the rows change."""
         return self.ids_RC[row, : self.length_R[row]]
 
     def answer(self, row: int) -> FinishedSequence:
-        """Return the sampled tokens of the row, to be kept while its sequence waits."""
+        """Return a copy of the sampled tokens of the row, and how many of them were sent. The scheduler keeps it when
+        the sequence leaves its row and waits."""
         start = len(self.sequences[row].given_ids_T)
         span = slice(start, int(self.length_R[row]))
         return FinishedSequence(tokens=self._tokens(row, span), num_flushed=int(self._flushed_R[row]) - start)
@@ -254,7 +263,8 @@ class Rows:
         return slice(int(self._flushed_R[row]), int(self.length_R[row]) - held_back)
 
     def flush(self, row: int, span: slice) -> TokenChunk:
-        """Return a chunk with the tokens of ``span``, and count them as sent."""
+        """Return a chunk with the tokens at the positions ``span`` of ``row`` and all that was recorded of them, and
+        count them as sent."""
         sequence = self.sequences[row]
         self._flushed_R[row] = span.stop
         count = span.stop - span.start
@@ -265,7 +275,8 @@ class Rows:
         return TokenChunk(request_id=sequence.request.request_id, tokens=self._tokens(row, span, kept), top=top)
 
     def _tokens(self, row: int, span: slice, kept: KeptSets | None = None) -> Tokens:
-        """Return a copy of the tokens of ``span``, which stays valid when the row is reused."""
+        """Return a copy of the tokens at the positions ``span`` of ``row``, with their logprobs, versions and
+        entropies, and with ``kept`` as their kept-sets. The copy stays valid when the row is reused."""
         return Tokens(
             ids_T=self.ids_RC[row, span].copy(),
             logprobs_T=self._logprobs_RC[row, span].copy(),
@@ -292,7 +303,8 @@ class Rows:
 
 
 class ChunkBuilder:
-    """A builder of chunks, in one list in the order in which they are made, so that none overtakes another."""
+    """A builder of the chunks that the engine returns, with the routing from ``routes`` where a request records it. All
+    chunks are in one list in the order in which they are made, so that none overtakes another."""
 
     def __init__(self, rows: Rows, routes: RoutingStore) -> None:
         self._rows = rows
@@ -301,27 +313,28 @@ class ChunkBuilder:
 
     @property
     def any(self) -> bool:
-        """Whether there are chunks that have not been taken yet."""
+        """Whether there are chunks that :meth:`pop` has not taken yet."""
         return bool(self._due)
 
     def pop(self) -> list[TokenChunk]:
-        """Remove and return the chunks."""
+        """Remove and return all chunks, in the order in which they were made."""
         due, self._due = self._due, []
         return due
 
     def next(self, row: int) -> None:
-        """Add a chunk of a sequence that continues. If it records its routing, the newest token is left out: its
-        routing is known only after it has been the input of a pass."""
+        """Add a chunk with the unsent tokens of ``row``, whose sequence continues. If it records its routing, the
+        newest token is left out: its routing is known only after it has been the input of a pass."""
         self._due.append(self._flush(row, final=False))
 
     def end(self, sequence: Sequence, reason: StopReason | None, error: RequestError | None = None) -> None:
-        """Add the chunk that ends a sequence, with a stop reason or an error."""
+        """Add the last chunk of a sequence, whether it runs or waits, with its unsent tokens and either a stop
+        ``reason`` or an ``error``; the other one is ``None``."""
         chunk = self._waiting(sequence) if sequence.row == NO_ROW else self._flush(sequence.row, final=True)
         self._due.append(msgspec.structs.replace(chunk, stop_reason=reason) if error is None else chunk.failed(error))
 
     def before_change(self, sequence: Sequence) -> None:
-        """Send the recorded routing of ``sequence``, which is in a row, before its cached context is lost or computed
-        again."""
+        """Add a chunk with the tokens whose routing is recorded, if ``sequence`` records its routing, before its cached
+        context, beside which the routing is stored, is lost or computed again."""
         row, rows = sequence.row, self._rows
         if not rows.records_routing_R[row] or not rows.num_sampled(row):
             return

@@ -1,7 +1,8 @@
 """One token per row from its logits, each row with its own temperature, truncation and seed.
 
 A draw depends on the row's logits, the request's seed and the token's position, and on nothing else in the batch: every
-operation here works row by row, and a row's sums run in an order of its own.
+operation here works row by row, and a row's sums run in an order of its own. *Survivors* are the tokens that truncation
+by top-k, top-p and min-p leaves; *shifted* logits are less the row's largest; a *uniform* is a random number in [0, 1).
 
 Shape legend: R rows, V vocabulary, K the largest support, W candidates of a search, A rows that search,
 N blocks of B tokens, E survivors of all rows.
@@ -22,6 +23,7 @@ from torch import Tensor
 from headrace.base.types.recorded import KeptSets
 from headrace.base.types.teacher_scores import TopScores
 
+# the constants of splitmix64
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
@@ -30,6 +32,7 @@ _WIDTHS = (64, 1024)
 _BLOCK = 512
 """The number of tokens that are summed at once where the vocabulary is large."""
 _BELOW_ONE = 1 - 2.0**-52
+"""A factor just below 1, which keeps a number below a sum in spite of rounding."""
 _SMALL = 256
 """Vocabularies up to this size are sampled with numpy on a processor, where its calls have less overhead."""
 
@@ -40,7 +43,7 @@ calls the same function on the same numbers gets the same bits."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Draw:
-    """The sampled token of each row."""
+    """The result of sampling: the token of each row, and what is recorded of it."""
 
     ids_R: Tensor
     """The token ids, int64."""
@@ -60,17 +63,17 @@ class Draw:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationLimits:
-    """The truncation of each row's distribution."""
+    """The truncation of each row's distribution, as :func:`find_support` applies it."""
 
     top_k_R: Tensor
-    """int64; 0 for none."""
+    """The number of most likely tokens that are left, int64; 0 for no limit."""
     top_p_R: Tensor
-    """float64; 1 for none."""
+    """The probability that the tokens left must hold together, float64; 1 for no limit."""
     min_p_R: Tensor
-    """float64; 0 for none."""
+    """The smallest probability of a token that is left, relative to the most likely one, float64; 0 for no limit."""
 
     def take(self, places: Tensor) -> Self:
-        """Return the limits of some rows."""
+        """Return the limits of the rows with the indices ``places``, in that order."""
         return type(self)(
             top_k_R=self.top_k_R[places], top_p_R=self.top_p_R[places], min_p_R=self.min_p_R[places]
         )  # fmt: skip
@@ -78,14 +81,14 @@ class TruncationLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Support:
-    """The tokens that can be drawn."""
+    """The tokens of each row that can be drawn after truncation."""
 
     ids_RK: Tensor
-    """Their ids, ascending; each row is padded with the size of the vocabulary."""
+    """Their ids, ascending; each row is padded at its end with the size of the vocabulary, which is no id."""
     sizes_R: Tensor
     """The number of tokens of each row."""
     sound_R: Tensor
-    """False where the logits do not define a distribution."""
+    """False for a row whose largest logit is NaN or infinite, so that its logits define no distribution."""
 
 
 def entropies(logits_RV: Tensor, temperatures_R: Tensor) -> Tensor:
@@ -121,7 +124,9 @@ def likeliest(logits_RV: Tensor, ids_R: Tensor, num: int) -> TopScores:
 def sample(
     logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None
 ) -> Draw:
-    """Invert each row's cumulative distribution at its uniform; temperature 0 takes the first most likely token.
+    """Sample one token of each row from softmax(logits / temperature), by inverting the cumulative distribution at the
+    row's uniform in [0, 1); temperature 0 takes the first most likely token. ``log_softmax``, where given, computes the
+    logprobs.
 
     The sum runs in float64 and the uniform stays below 1 by more than its rounding, so a token of probability 0 is
     never chosen, and rounding in the logits moves the choice only where the uniform falls on a boundary.
@@ -140,8 +145,9 @@ def sample(
 
 
 def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab_size: int) -> Draw:
-    """Sample from columns of a vocabulary of ``vocab_size``. The method depends on that size only: the number of
-    columns depends on the other rows of the batch."""
+    """Sample one column of each row, as :func:`sample` does, and return columns in place of ids. The columns are the
+    whole vocabulary, of ``vocab_size`` tokens, or those that can be drawn. The method depends on ``vocab_size`` only:
+    the number of columns depends on the other rows of the batch, which must not influence a row's result."""
     if logits_RK.is_cpu and vocab_size <= _SMALL:
         return _sample_small(logits_RK, temperatures_R, uniforms_R)
     greedy_R = temperatures_R == 0
@@ -157,8 +163,8 @@ def _sample(logits_RK: Tensor, temperatures_R: Tensor, uniforms_R: Tensor, vocab
 
 
 def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor) -> Draw:
-    """Sample on the processor with numpy, by the inverse of the cumulative distribution; greedy where the temperature
-    is 0."""
+    """Sample one column of each row as :func:`_sample` does, on the processor with numpy, which is faster for a small
+    vocabulary."""
     temperatures, rows = temperatures_R.numpy(), np.arange(len(logits_RV))
     greedy_R = temperatures == 0
     with np.errstate(invalid="ignore"):  # rows that are not sound
@@ -178,8 +184,9 @@ def _sample_small(logits_RV: Tensor, temperatures_R: Tensor, uniforms_R: Tensor)
 
 
 def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple[Tensor, Tensor]:
-    """Return the token at each row's uniform, and the row's sum. A large vocabulary is summed by blocks: first the
-    block is found, then the token in it."""
+    """Return for each row the first token at which the cumulative sum of its weights exceeds its uniform times the sum
+    of all, and that sum. The weights, ≥ 0, need not be normalised. With ``by_blocks``, for a large vocabulary, first
+    the block of tokens is found and then the token in it."""
     if not by_blocks:
         mass_RV = weights_RV.cumsum(dim=-1, dtype=torch.float64)
         total_R = mass_RV[:, -1]
@@ -200,11 +207,14 @@ def _invert(weights_RV: Tensor, uniforms_R: Tensor, *, by_blocks: bool) -> tuple
 
 
 def _first_above(mass_RV: Tensor, wanted_R: Tensor) -> Tensor:
+    """Return for each row the index of the first of its ascending sums ``mass_RV`` that exceeds ``wanted_R``; the last
+    index if none does."""
     return torch.searchsorted(mass_RV, wanted_R[:, None], right=True)[:, 0].clamp_(max=mass_RV.shape[1] - 1)
 
 
 def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_softmax: LogSoftmax | None = None) -> Draw:
-    """Like :func:`sample` at temperature 1, but only tokens of the ``support`` can be drawn."""
+    """Sample one token of each row from softmax(``scaled_RV``), renormalised over the tokens of the ``support``; else
+    like :func:`sample`. The logits have been divided by the temperature already."""
     vocab_size = scaled_RV.shape[1]
     outside_RK = support.ids_RK == vocab_size
     logits_RK = scaled_RV.gather(1, support.ids_RK.clamp(max=vocab_size - 1)).masked_fill_(outside_RK, -torch.inf)
@@ -212,7 +222,7 @@ def sample_from(scaled_RV: Tensor, support: Support, uniforms_R: Tensor, log_sof
     ids_R = support.ids_RK.gather(1, draw.ids_R[:, None])[:, 0].clamp_(max=vocab_size - 1)
     logprobs_R = draw.logprobs_R
     if log_softmax is not None:
-        beyond_RV = torch.full((len(scaled_RV), vocab_size + 1), -torch.inf)
+        beyond_RV = torch.full((len(scaled_RV), vocab_size + 1), -torch.inf, device=scaled_RV.device)
         beyond_RV.scatter_(1, support.ids_RK, logits_RK)
         logprobs_R = log_softmax(beyond_RV[:, :vocab_size]).gather(1, ids_R[:, None])[:, 0]
     return Draw(ids_R=ids_R, logprobs_R=logprobs_R, sound_R=support.sound_R)
@@ -259,7 +269,8 @@ def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
 
 
 def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
-    """Return the mass of each row's whole vocabulary, where ``top_p`` needs it; 0 elsewhere."""
+    """Return the sum of exp(``shifted_RV``) over each row's whole vocabulary, for the rows whose ``top_p`` is measured
+    against it because they have no ``top_k``; 0 for other rows."""
     total_R = torch.zeros(len(shifted_RV), dtype=torch.float64, device=shifted_RV.device)
     rows = ((limits.top_p_R < 1) & (limits.top_k_R == 0)).nonzero()[:, 0]
     weights_AV = shifted_RV[rows].exp_()
@@ -273,8 +284,9 @@ def _totals(shifted_RV: Tensor, limits: TruncationLimits) -> Tensor:
 def _among_likeliest(
     shifted_AV: Tensor, width: int, limits: TruncationLimits, total_A: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Search the ``width`` most likely tokens. Return whether all survivors are known to be among them, and their
-    ids."""
+    """Search the survivors of each row among its ``width`` most likely tokens only. Return for each row whether all its
+    survivors are known to be among them, and the ids of those found, ascending and padded with the size of the
+    vocabulary. ``total_A`` is from :func:`_totals`."""
     top = shifted_AV.topk(width, dim=-1)
     by_id = top.indices.sort(dim=-1)
     by_value = top.values.gather(1, by_id.indices).sort(dim=-1, descending=True, stable=True)
@@ -289,7 +301,8 @@ def _among_likeliest(
 
 
 def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) -> Tensor:
-    """Return the ids of the survivors, searched in the whole vocabulary."""
+    """Return the ids of each row's survivors, ascending and padded with the size of the vocabulary, searched in the
+    whole vocabulary. ``total_A`` is from :func:`_totals`."""
     vocab_size = shifted_AV.shape[1]
     if shifted_AV.is_cpu:  # numpy sorts numbers several times faster
         falling_AV = -torch.from_numpy(np.sort(-shifted_AV.numpy(), axis=-1))
@@ -309,7 +322,9 @@ def _among_all(shifted_AV: Tensor, limits: TruncationLimits, total_A: Tensor) ->
 
 
 def _survivors(values_AW: Tensor, limits: TruncationLimits, total_A: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return how many of the W most likely tokens survive, the value of the last of them, and the value of the k-th."""
+    """Return for each row how many of its W most likely tokens survive, the shifted logit of the last survivor, and
+    that of the k-th token, which ``top_k`` keeps last. ``values_AW`` are the shifted logits of these tokens,
+    descending; ``total_A`` is from :func:`_totals`."""
     width = values_AW.shape[1]
     weights_AW = values_AW.exp().double()
     mass_AW = weights_AW.cumsum(dim=-1)
@@ -338,12 +353,14 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
 
 
 def seed_key(seed: int) -> np.uint64:
-    """Return the key of a request's draws. Neighbouring seeds give unrelated keys."""
+    """Return the key of a request's random numbers (:func:`uniforms`) from its seed. Neighbouring seeds give unrelated
+    keys."""
     return np.uint64(_splitmix(np.array([seed % 2**64], np.uint64))[0])
 
 
 def _splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Return the output of splitmix64 (Steele, Lea, Flood 2014) for each state; uint64 arrays wrap around."""
+    """Return the output of the random number generator splitmix64 (Steele, Lea, Flood 2014) for each state of 64 bits;
+    equal states give equal outputs. Sums and products of uint64 wrap around."""
     mixed = state + _GOLDEN
     mixed = (mixed ^ (mixed >> np.uint64(30))) * _MIX_A
     mixed = (mixed ^ (mixed >> np.uint64(27))) * _MIX_B

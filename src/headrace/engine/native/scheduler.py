@@ -39,7 +39,7 @@ from headrace.models.paged.base import BLOCK
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """The rows and tokens of one step."""
+    """The plan of one engine step: which rows compute how many new tokens, and what has to be copied before."""
 
     rows_R: Index
     """The rows of the batch; those with one new token first."""
@@ -55,7 +55,8 @@ class Schedule:
     """The sequences that have just joined."""
 
     def only(self, chosen_R: Flags) -> Schedule:
-        """Return the part of the step with these rows."""
+        """Return the part of the step that computes the rows of which ``chosen_R`` is true. Copies, restores and joined
+        sequences are left out: they are done once for the whole step."""
         return Schedule(
             rows_R=self.rows_R[chosen_R],
             counts_R=self.counts_R[chosen_R],
@@ -66,7 +67,8 @@ class Schedule:
         )
 
     def split(self, label_R: Index) -> list[tuple[int, Schedule]]:
-        """Return the parts of the step whose rows have the same label, each with its label and in the same order."""
+        """Return one part of the step for each different value of ``label_R``, with that value; rows keep their order.
+        The engine splits a step by the weights or the adapter that its rows need."""
         if (label_R == label_R[0]).all():
             return [(int(label_R[0]), self)]
         return [(label, self.only(label_R == label)) for label in np.unique(label_R).tolist()]
@@ -74,18 +76,23 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Allocation:
-    """The blocks that a sequence begins with."""
+    """The cache blocks that a sequence begins with when it joins."""
 
     table: list[int]
+    """Its blocks, in the order of its tokens."""
     num_cached: int
+    """The number of its first tokens that the blocks hold already, computed for another sequence."""
     chain: Chain
+    """Its place in the prefix cache."""
     copy: tuple[int, int] | None = None
+    """The block to copy before the pass, (source, target); ``None`` for none."""
     state: int | None = None
     """The slot of the state at the end of the cached tokens; ``None`` if there are none, or no recurrent layers."""
 
 
 class Scheduler:
-    """The queue in front of the rows.
+    """The scheduler of one engine: it owns the queue of waiting sequences, lets them join the ``rows`` of the batch
+    with blocks from ``pool``, and decides what each step computes: at most ``max_step_tokens`` tokens.
 
     ``before_change`` is called with each sequence whose cached context is about to be lost or computed again, unless it
     ends. ``may_pin`` returns whether a sequence can be pinned to the present weights. ``states`` are the states of
@@ -102,6 +109,7 @@ class Scheduler:
         may_pin: Callable[[], bool],
         states: SequenceStates | None = None,
     ) -> None:
+        """Make a scheduler with an empty queue. The arguments are described at the class."""
         self._rows = rows
         self._pool = pool
         self._max_step_tokens = max_step_tokens
@@ -129,12 +137,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """The number of sequences that are in no row."""
+        """The number of sequences that are in no row, those that must not join yet included."""
         return len(self._waiting) + len(self._held or ()) + len(self._deferred)
 
     @property
     def idle(self) -> bool:
-        """Whether no sequence is in a row or may join one."""
+        """Whether a step would compute nothing: no sequence is in a row or may join one."""
         return not (self._rows.count or self._waiting or any(map(self._may_join, self._deferred.values())))
 
     def waiting(self) -> list[Sequence]:
@@ -142,19 +150,22 @@ class Scheduler:
         return [*self._waiting, *self._deferred.values(), *(self._held or {}).values()]
 
     def started(self) -> list[Sequence]:
-        """Return all sequences in rows, and waiting ones that have an answer."""
+        """Return all sequences that have begun: those in rows, and waiting ones that have sampled tokens already. A
+        commit has to treat them."""
         return self._rows.sequences + self._waiting.started()
 
     def add(self, sequence: Sequence) -> None:
-        """Add ``sequence`` to the queue."""
+        """Add ``sequence`` to the queue. After :meth:`hold`, a sequence without sampled tokens waits until
+        :meth:`open`."""
         if self._held is not None and sequence.answer is None:
             self._held[sequence.arrival] = sequence
         else:
             self._waiting.add(sequence)
 
     def hold(self, *, include_waiting: bool) -> None:
-        """Let no new sequence join until :meth:`open`; with ``everyone``, also none of those that wait now and have not
-        begun."""
+        """Let no sequence that is added from now on join until :meth:`open`; with ``include_waiting``, neither those
+        that wait now. Sequences that have an answer already may join nevertheless. A commit that waits until no
+        sequence runs calls this."""
         self._held = {}
         if include_waiting:
             waiting, self._waiting, self._deferred = self.waiting(), Waiting(), {}
@@ -168,7 +179,7 @@ class Scheduler:
             self.add(sequence)
 
     def withdraw(self, sequences: Iterable[Sequence]) -> None:
-        """Remove these sequences, wherever they are."""
+        """Remove these sequences from the rows and from every queue, because they end early."""
         leaving = list(sequences)
         self.leave([sequence.row for sequence in leaving if sequence.row != NO_ROW])
         for sequence in leaving:
@@ -178,7 +189,7 @@ class Scheduler:
                 self._held.pop(sequence.arrival, None)
 
     def leave(self, rows: list[int] | Index) -> None:
-        """Free these rows and their blocks."""
+        """Free these rows and release their blocks, because their sequences have ended or go back to the queue."""
         for row in rows:
             table = self._rows.table(row)
             if self._rows.computed_R[row] < self._rows.length_R[row] - 1:
@@ -189,7 +200,8 @@ class Scheduler:
             self._rows.leave(rows)
 
     def pop_dirty(self) -> list[int]:
-        """Return the blocks that may hold NaN or infinity, which must be cleared before the next pass."""
+        """Remove and return the released blocks that may hold NaN or infinity, which must be cleared before the next
+        pass."""
         dirty, self._dirty = self._dirty, []
         return dirty
 
@@ -205,7 +217,8 @@ class Scheduler:
         return lost
 
     def recompute(self, sequence: Sequence) -> int:
-        """Compute the context of a sequence again in its own blocks. Return how many tokens that is."""
+        """Have the context of a running sequence computed again in its own blocks, in the next steps, under the weights
+        now in use. Return how many computed tokens that discards."""
         self._before_change(sequence)
         lost = int(self._rows.computed_R[sequence.row])
         self._rows.computed_R[sequence.row] = 0
@@ -213,8 +226,8 @@ class Scheduler:
         return lost
 
     def borrow(self, count: int) -> list[int]:
-        """Allocate ``count`` blocks. Rows of the last ranks are preempted to make room; the pool must have that many
-        blocks."""
+        """Allocate ``count`` blocks for use between two steps (scoring), until :meth:`return_blocks`. Rows of the last
+        ranks are preempted to make room; the pool must have that many blocks in all."""
         while True:
             blocks = self._pool.allocate(count)
             if blocks is not None:
@@ -222,17 +235,20 @@ class Scheduler:
             self._preempt_last()
 
     def return_blocks(self, blocks: list[int]) -> None:
-        """Return borrowed blocks, whose contents are undefined."""
+        """Return to the pool the blocks that :meth:`borrow` allocated, once the scoring has ended. Their contents are
+        undefined, so :meth:`pop_dirty` reports them to the engine, which clears them before its next pass."""
         self._pool.taint(blocks)
         self._pool.release(blocks)
         self._dirty += self._pool.pop_dirty()
 
     def _preempt_last(self) -> None:
+        """Move the sequence of the last rank from its row back to the queue, with its answer, to free its blocks."""
         self.requeue(self._rows.sequences[self._rows.by_rank(np.arange(self._rows.count))[-1]])
         self.num_preempted += 1
 
     def schedule(self) -> Schedule:
-        """Decide the next step. It computes something as long as any sequence is in a row or may join one."""
+        """Decide the next step: let sequences join, allocate blocks, and return which rows compute how many tokens. It
+        computes something as long as any sequence is in a row or may join one."""
         rows = self._rows
         self._siblings = Siblings(by_snapshot=self._states is not None)
         self._restores = []
@@ -279,13 +295,15 @@ class Scheduler:
         )
 
     def account_time(self, seconds: float) -> float:
-        """Account for the time of the step, and return it."""
+        """Add to ``prefill_s`` the share of a step's ``seconds`` that its prompt and context tokens have among all its
+        tokens. Return ``seconds``."""
         self.prefill_s += seconds * self._context_share
         self._context_share = 0.0
         return seconds
 
     def _grow(self) -> bool:
-        """Allocate a block for every row that needs one. Return whether a row was preempted for it."""
+        """Allocate a block for every row whose newest token needs one, by rank. Return whether a row was preempted to
+        make room, so that no sequence may join in this step."""
         rows = self._rows
         needy = np.flatnonzero(rows.length_R[: rows.count] > rows.num_blocks_R[: rows.count] * BLOCK)
         if not len(needy):
@@ -302,20 +320,24 @@ class Scheduler:
         return crowded
 
     def _register_decoding(self, decoding: Index) -> None:
-        """Register the blocks that this step fills in the prefix cache, for each row of ``decoding``."""
+        """Register in the prefix cache the blocks that this step fills, for each row of ``decoding``, and plan
+        snapshots of their states."""
         lengths = self._rows.length_R[decoding]
         for row in decoding[lengths % BLOCK == 0].tolist():
             self._register(row, int(self._rows.length_R[row]))
             self._plan_snapshot(row, int(self._rows.length_R[row]))
 
     def _register(self, row: int, end: int) -> None:
+        """Make the full blocks of the row's first ``end`` tokens available to other sequences, if the weights in use
+        compute them."""
         sequence = self._rows.sequences[row]
         if sequence.chain.version == self._pool.version:
             self._pool.register(sequence.chain, self._rows.table(row), self._rows.ids_RC[row, :end])
 
     def _plan_snapshot(self, row: int, end: int) -> None:
-        """Plan a snapshot of the row's state after this step, if ``end`` tokens end a registered block then. Behind the
-        prompt, it replaces the one before."""
+        """Plan a snapshot of the state of the row's recurrent layers after this step, if its first ``end`` tokens,
+        which the step completes, end with a registered block. After the given tokens, it replaces the row's snapshot
+        before."""
         sequence = self._rows.sequences[row]
         chain = sequence.chain
         if self._states is None or chain.version != self._pool.version or chain.length * BLOCK != end:
@@ -327,7 +349,8 @@ class Scheduler:
         snapshots.plan(chain.digest, row)
 
     def _schedule_piece(self, row: int, budget: int, pieces: list[tuple[int, int]]) -> int:
-        """Schedule the next tokens of the row's context, and return how many."""
+        """Schedule the next tokens of the row's context, at most ``budget``, add (row, count) to ``pieces``, and return
+        the count."""
         rows = self._rows
         start = int(rows.computed_R[row])
         length = int(rows.length_R[row])
@@ -352,7 +375,8 @@ class Scheduler:
             self._restores.append((state, row))
 
     def _state_of(self, chain: Chain) -> int | None:
-        """Return the slot of the snapshot at the end of a chain that has just been matched."""
+        """Return the slot of the snapshot at the end of a chain that has just been matched; ``None`` if the chain is
+        empty or the model has no recurrent layers."""
         return None if self._states is None or not chain.length else self._states.snapshots.find(chain.digest)
 
     def _return_deferred(self) -> None:
@@ -362,6 +386,8 @@ class Scheduler:
             self._waiting.add(sequence)
 
     def _may_join(self, sequence: Sequence) -> bool:
+        """Return whether nothing but room keeps ``sequence`` from joining: a request that pins its weights has them
+        already, or can be pinned to those in use."""
         return not sequence.request.pinned or sequence.pin is not None or self._may_pin()
 
     def _join_first(self) -> tuple[int, _Allocation] | None:
@@ -378,7 +404,7 @@ class Scheduler:
         return None
 
     def _join(self, sequence: Sequence, allocation: _Allocation) -> int:
-        """Give a waiting sequence its row and its blocks, and return the row."""
+        """Move a waiting sequence to the next row, with the blocks of ``allocation``, and return the row."""
         self._waiting.remove(sequence)
         if sequence.answer is None:
             self.prompt_tokens += len(sequence.given_ids_T)
@@ -393,7 +419,8 @@ class Scheduler:
         return sequence.row
 
     def _allocate(self, sequence: Sequence) -> _Allocation | None:
-        """Allocate blocks for all tokens of ``sequence`` and each more; ``None`` while there are not enough."""
+        """Allocate blocks for all tokens of ``sequence`` and one more; ``None`` while there are not enough. A sequence
+        that did not fit before is not tried again while no more blocks are available."""
         before = self._pool.available
         if self._rows.count and self._last_misfit is not None:
             arrival, then = self._last_misfit
@@ -404,8 +431,8 @@ class Scheduler:
         return allocation
 
     def _try_allocate(self, sequence: Sequence) -> _Allocation | None:
-        """Reserve blocks for a sequence: those that it can share with its parent or with cached prefixes, and free ones
-        for the rest. Return ``None`` if there are too few."""
+        """Allocate blocks for a sequence: those that it can share with its parent or with cached prefixes, and free
+        ones for the rest. Return ``None``, with nothing allocated, if there are too few."""
         ids_T = sequence.ids()
         needed = blocks_for(min(len(ids_T) + 1, sequence.max_length - 1))
         version = self.version if sequence.pin is None else sequence.pin
@@ -425,7 +452,9 @@ class Scheduler:
         return allocation
 
     def _fork(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
-        """Share the context of a running parent, if that is allowed; a block that is filled in part is copied."""
+        """Return blocks shared with the running parent of a fork or sibling, whose last block is copied if it is filled
+        in part. ``ids_T`` are the tokens of ``sequence``, and ``version`` is the one that computes it. Return ``None``
+        if there is no parent in a decoding row, if its cache is of other weights or other tokens, or without room."""
         parent, rows = sequence.parent, self._rows
         if parent is None or parent.salt != sequence.salt:
             return None
@@ -446,8 +475,10 @@ class Scheduler:
         return _Allocation(table=forked.table, num_cached=num_cached, chain=chain, copy=forked.copy, state=state)
 
     def _fork_cached(self, sequence: Sequence, ids_T: IntColumn, version: int) -> _Allocation | None:
-        """Share the cached context of a parent that no longer runs. The block that the fork uses in part, which cannot
-        be found by the fork's own tokens, is copied."""
+        """Return blocks shared with the parent of a fork that no longer runs, but is still in the prefix cache. The
+        last block, which the fork uses in part, can be found only by the parent's tokens, and is copied. Return
+        ``None`` if the fork uses no block in part, or the parent's blocks are gone; other prefixes are matched then.
+        The arguments are those of :meth:`_fork`."""
         whole_T, num_cached = sequence.parent_ids_T, len(ids_T) - 1
         partial = num_cached % BLOCK and self._states is None  # there is no state within a block
         if whole_T is None or not partial or version != self._pool.version:

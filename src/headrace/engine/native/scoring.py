@@ -1,4 +1,6 @@
-"""Logprobs of given tokens: one prefill, piece by piece, in blocks of the engine's cache.
+"""Logprobs of given tokens: one prefill, piece by piece, in blocks borrowed from the engine's cache. Nothing is
+sampled. A *kept-set* is the set of vocabulary entries that survived truncation when a token was sampled; *routing* is
+the experts that computed it. Both may come with the tokens, and are then applied.
 
 Shape legend: T tokens of the request, N of one piece, V vocabulary, E entries of the kept-sets of a piece, K most
 likely entries per token.
@@ -32,10 +34,16 @@ _LOGITS = 2**24
 """The approximate number of logits of one piece, which bounds its memory."""
 
 Replay = Callable[[Routing], AbstractContextManager[object]]
+"""Makes the context within which a pass uses the given experts instead of choosing its own."""
 
 
 class PrefillScorer:
-    """The computation of logprobs under the weights that the model has at the time."""
+    """The computation of logprobs of given tokens under the weights that the model has at the time. The engine owns
+    one, and lends it blocks of its ``cache``.
+
+    ``maker`` makes the attention over blocks. ``exact`` is the log-softmax that the learner uses too; ``None``:
+    torch's. ``states`` are the states of recurrent layers; ``None`` for a model without any.
+    """
 
     def __init__(
         self,
@@ -54,14 +62,15 @@ class PrefillScorer:
         self._routed_model: RoutedModel | None = None
 
     def blocks(self, request: ScoreTokens, vocab_size: int) -> int:
-        """Return how many blocks :meth:`score` needs. Raises :class:`~headrace.base.errors.RequestError` for a request
-        that cannot be scored."""
+        """Return how many cache blocks :meth:`score` needs for ``request``. Raises
+        :class:`~headrace.base.errors.RequestError` for a request that cannot be scored."""
         self._refuse_if_unfit(request, vocab_size)
         return blocks_for(len(request.ids_T) - 1) if len(request.ids_T) else 0
 
     def score(self, request: ScoreTokens, table: list[int], vocab_size: int) -> TopScores:
-        """Return the scores; see :meth:`~headrace.engine.base.EngineCore.top_scores`. ``table`` are the blocks to
-        use."""
+        """Return the logprobs of the request's tokens, and the ``top_k`` likeliest entries at each; 0 for the first
+        token, which nothing precedes. ``table`` are the cache blocks to use, as many as :meth:`blocks` returned; their
+        contents are overwritten."""
         shape = len(request.ids_T), request.top_k
         scores = TopScores(
             logprobs_T=np.zeros(shape[0], np.float32),
@@ -95,17 +104,22 @@ class PrefillScorer:
         return scores
 
     def _routed(self, routing: Routing | None, span: slice) -> AbstractContextManager[object]:
+        """Return the context in which a pass over the tokens of ``span`` uses their recorded experts; without routing,
+        it changes nothing."""
         if routing is None or self._replay is None:
             return nullcontext()
         return self._replay(routing[span])
 
     def _logprobs(self, scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
+        """Return the logprob of each of ``ids_N`` under its row of ``scaled_NV``, the logits divided by the
+        temperature, within its kept-set if ``kept`` has one."""
         if self._exact is None:
             return _logprobs(scaled_NV, ids_N, kept)
         return _exact_logprobs(scaled_NV, ids_N, kept, self._exact)
 
     def _likeliest(self, scaled_NV: Tensor, request: ScoreTokens) -> tuple[Tensor, Tensor]:
-        """Return the logprobs and the ids of the most likely entries, as many as the request sets."""
+        """Return the logprobs and the ids of the most likely entries of each row, as many as ``request.top_k`` and with
+        ids below ``request.top_below``. ``scaled_NV`` are the logits divided by the temperature."""
         if not request.top_k:
             return scaled_NV[:, :0], scaled_NV[:, :0].int()
         best_NK, ids_NK = scaled_NV[:, : request.top_below or None].topk(request.top_k)
@@ -114,7 +128,8 @@ class PrefillScorer:
         return self._exact(scaled_NV).gather(1, ids_NK), ids_NK
 
     def _refuse_if_unfit(self, request: ScoreTokens, vocab_size: int) -> None:
-        """Refuse tokens that the model or the cache cannot hold, or whose routing cannot be replayed."""
+        """Raise :class:`~headrace.base.errors.RequestError` for tokens that are invalid, that the model or the cache
+        cannot hold, or whose routing cannot be replayed."""
         ids_T, limit = request.ids_T, context_limit(self._model.config)
         problem = score_problem(request, vocab_size)
         if problem:
@@ -130,7 +145,8 @@ class PrefillScorer:
             raise RequestError(f"tokens to score: {problem}", remedy="score what this model could have sampled")
 
     def _routing_problem(self, routing: Routing, count: int) -> str:
-        """Return why ``routing`` cannot be replayed for ``count`` tokens; an empty string if it can."""
+        """Return why ``routing`` cannot be replayed for ``count`` tokens of this model; an empty string if it can.
+        :meth:`_open_replay` must have succeeded."""
         assert self._routed_model is not None
         if routing.known_T.ndim != 1 or routing.known_T.dtype != np.bool_:
             return f"routing of shape {routing.known_T.shape} and dtype {routing.known_T.dtype} for {count} tokens"
@@ -151,7 +167,8 @@ class PrefillScorer:
 
 
 def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log_softmax: LogSoftmax) -> Tensor:
-    """Return the logprob of each token under its scaled logits, normalised over its kept-set if one was recorded."""
+    """Return the logprob of each token of ``ids_N`` under its scaled logits by ``log_softmax``, within its kept-set if
+    that is not empty."""
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T))
         allowed_NV = torch.from_numpy(kept.sizes_T == 0)[:, None].repeat(1, scaled_NV.shape[1])
@@ -161,8 +178,8 @@ def _exact_logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None, log
 
 
 def _logprobs(scaled_NV: Tensor, ids_N: Tensor, kept: KeptSets | None) -> Tensor:
-    """Return the logprob of each id in the softmax over its kept-set, or over the vocabulary where the kept-set is
-    empty."""
+    """Return the logprob of each token of ``ids_N`` in the softmax of its scaled logits over its kept-set, or over the
+    whole vocabulary where the kept-set is empty or ``kept`` is ``None``."""
     total_N = scaled_NV.logsumexp(-1)
     if kept is not None and len(kept.ids_E):
         owner_E = torch.from_numpy(np.repeat(np.arange(len(kept)), kept.sizes_T)).to(scaled_NV.device)

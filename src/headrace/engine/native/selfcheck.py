@@ -45,8 +45,10 @@ def refuse_unequal(
     max_context: int,
     ops: Kernels | None = None,
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache compute what transformers
-    computes. ``ops`` are the kernels that update the states of recurrent layers."""
+    """Raise :class:`~headrace.base.errors.ModelError` unless passes over a paged cache compute the logits that
+    transformers computes, up to rounding. ``shapes`` are the shapes of keys and values per layer, ``maker`` makes the
+    attention over blocks that the engine will use, and ``ops`` are the kernels that update the states of recurrent
+    layers; ``None`` for torch. A new engine calls this before its first request."""
     counts = np.array(_COUNTS, np.int64)
     lengths_R = np.minimum(counts.sum(0), max_context)
     sequences = [
@@ -75,21 +77,24 @@ def refuse_unequal(
 
 
 class _ProbeRequest(PackedPlan):
-    """A plan that records how each layer attends, and with how many heads."""
+    """A plan of one pass over one token that records how each layer attends: its :class:`Rule` (window, chunk) and its
+    number of query heads, by layer."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__([1], device)
         self.rules: dict[int, tuple[Rule, int]] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Record the rule and the number of query heads of the layer, and compute its attention as usual."""
         self.rules[rule.layer] = rule, query_NHD.shape[1]
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
 @torch.no_grad()
 def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker: AttentionMaker) -> None:
-    """Check the attention alone on sequences longer than each sliding window. A pass of the whole model over so many
-    tokens would take too long."""
+    """Check the attention alone on sequences longer than each sliding window or chunk of the model. Raises
+    :class:`~headrace.base.errors.ModelError` if the attention over blocks differs there. A pass of the whole model over
+    so many tokens would take too long."""
     probe = _ProbeRequest(model.device)
     forward(model, torch.zeros(1, dtype=torch.long, device=model.device), probe)
     limited = {(rule.window, rule.chunk, shapes[layer]): (rule, heads) for layer, (rule, heads) in probe.rules.items()}
@@ -107,8 +112,9 @@ def _refuse_window(model: PreTrainedModel, shapes: tuple[LayerShape, ...], maker
 
 
 def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, rule: Rule, heads: int) -> float:
-    """Return the relative difference between attention over blocks and over all keys, for the last tokens of a
-    sequence."""
+    """Return the largest difference between attention over blocks (``maker``) and masked attention over all keys,
+    relative to the largest number, for the last tokens of a random sequence that is longer than the window or chunk of
+    ``rule``. ``shape`` has the layer's key-value heads, and ``heads`` is its number of query heads."""
     length = max(rule.window or 0, rule.chunk or 0) + BLOCK + _BEYOND
     draw = torch.Generator().manual_seed(0)
     key_TKE, value_TKE, query_QHE = (
@@ -140,7 +146,8 @@ def _windowed(model: PreTrainedModel, shape: LayerShape, maker: AttentionMaker, 
 
 
 def _expected_gap(computed_TV: Tensor, expected_TV: Tensor) -> Tensor:
-    """Return the expected |Δ logprob| of the token sampled after each token."""
+    """Return for each token the expected |Δ logprob| of the next token: the mean over the vocabulary of the difference
+    between the two log-softmaxes, weighted by the expected probabilities. The arguments are logits."""
     computed, expected = computed_TV.float().log_softmax(-1), expected_TV.float().log_softmax(-1)
     return torch.where(expected.exp() > 0, expected.exp() * (computed - expected).abs(), 0.0).sum(-1).cpu()
 
@@ -152,7 +159,9 @@ def _paged(
     maker: AttentionMaker,
     ops: Kernels | None,
 ) -> list[Tensor]:
-    """Return the logits ``[T, V]`` of each sequence, computed by passes like those of an engine."""
+    """Return the logits ``[T, V]`` of each of ``sequences`` (token ids), computed over a paged cache by passes like
+    those of an engine, with the pieces of :data:`_COUNTS`. The other arguments are those of
+    :func:`refuse_unequal`."""
     num_blocks = -(-max(len(ids_T) for ids_T in sequences) // BLOCK)
     cache = PagedCache(shapes, num_blocks * len(sequences), dtype=model.dtype, device=model.device)
     tables_RB = np.arange(len(sequences) * num_blocks, dtype=np.int32).reshape(len(sequences), num_blocks)
@@ -192,7 +201,8 @@ def _reference(model: PreTrainedModel, sequences: list[Tensor]) -> list[Tensor]:
 
 @contextmanager
 def _without_kernels(model: nn.Module) -> Iterator[None]:
-    """Let modules that run on kernels compute with their own code within the context."""
+    """Within this context, let the modules of ``model`` that run on compiled kernels compute with the code of
+    transformers."""
     swapped = [
         (module, module.__dict__["forward"])
         for module in model.modules()

@@ -21,6 +21,7 @@ from headrace.base.types.versions import NOT_SAMPLED
 from headrace.engine.native.blocks import Chain
 
 NO_ROW = -1
+"""The row of a sequence that is in no row, because it waits or has ended."""
 Kept = tuple[IntColumn, int, int]
 """The kept-set of a token: the ids of all kept-sets of its step, and the start and end of its own among them."""
 WITH_ROUTING = 1
@@ -31,7 +32,7 @@ _ADAPTERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedSequence:
-    """The sampled tokens of a sequence that has left its row."""
+    """The sampled tokens of a sequence that has left its row, and waits to join the batch again."""
 
     tokens: Tokens
     """The tokens, without kept-sets and routing, which are stored elsewhere."""
@@ -41,7 +42,8 @@ class FinishedSequence:
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Sequence:
-    """A request, and the engine's state of it besides the numbers in its row."""
+    """A request, and the engine's state of it besides the numbers in its row of the batch. The intake makes it; the
+    scheduler moves it between the queue and the rows."""
 
     request: GenerateRequest
     given_ids_T: IntColumn
@@ -55,6 +57,7 @@ class Sequence:
     adapter: int = 0
     """The index of the adapter that computes it."""
     row: int = NO_ROW
+    """Its row in the batch; ``NO_ROW`` while it waits or after it has ended."""
     answer: FinishedSequence | None = None
     """The answer of a waiting sequence that had begun; else ``None``."""
     chain: Chain = field(default_factory=lambda: Chain(NOT_SAMPLED))
@@ -90,7 +93,8 @@ class Sequence:
 
     @property
     def max_length(self) -> int:
-        """The most tokens that it can grow to."""
+        """The most tokens that it can have: those that it begins with, and the longest answer that its request
+        allows."""
         return len(self.given_ids_T) + self.request.sampling.max_new_tokens
 
     @property
@@ -99,13 +103,15 @@ class Sequence:
         return _ADAPTERS * self.adapter + (WITH_ROUTING if self.request.sampling.record_routing else 0)
 
     def ids(self) -> IntColumn:
-        """Return all tokens of a waiting sequence."""
+        """Return the ids of all tokens of a waiting sequence: those that it began with, then those of its answer. While
+        it is in a row, the row has its tokens."""
         if self.answer is None:
             return self.given_ids_T
         return np.concatenate([self.given_ids_T, self.answer.tokens.ids_T])
 
     def restart(self) -> int:
-        """Discard the answer of a waiting sequence, and return how many tokens it had."""
+        """Discard the answer of a waiting sequence, so that it begins again under new weights, and return how many
+        tokens it had. If some were sent, its next chunk says that they are void."""
         wasted = 0 if self.answer is None else len(self.answer.tokens)
         self.restarted |= not self.unreported or (self.answer is not None and self.answer.num_flushed > 0)
         self.answer, self.unreported = None, True

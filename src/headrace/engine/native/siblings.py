@@ -1,4 +1,5 @@
-"""Sequences of one step that begin with the same tokens.
+"""Siblings: sequences that begin with the same tokens and could join the batch in the same step. One of them, the
+*leader*, computes the common tokens; the others, its *followers*, wait for one step and share its cache blocks.
 
 Full blocks are shared as soon as they are scheduled (:mod:`headrace.engine.native.blocks`). The last block, filled in
 part, has to be a copy for each sequence, and can be copied only after it is computed. A sibling that waits for one step
@@ -18,7 +19,9 @@ _Context = tuple[bool, int, bytes]
 
 
 class Siblings:
-    """The leaders and followers among the sequences that join in one step."""
+    """The leaders and followers among the sequences that join in one step. The scheduler makes one for each step.
+    ``by_snapshot`` says that the model has recurrent layers, so that followers need a snapshot of the leader's
+    state."""
 
     def __init__(self, *, by_snapshot: bool = False) -> None:
         self._by_snapshot = by_snapshot
@@ -27,8 +30,8 @@ class Siblings:
         """The sequences that wait for a leader. Each needs a row in the next step."""
 
     def lead(self, sequence: Sequence, end: int) -> None:
-        """Record that the step computes the first ``end`` tokens of ``sequence``. If its siblings gain by what it
-        computes, they wait for it."""
+        """Record that the step computes the first ``end`` tokens of ``sequence``. If siblings that wait for one step
+        save work by that, it becomes their leader."""
         size = len(sequence.given_ids_T)
         worth = end == size and (size - 1) % BLOCK >= WORTH_WAITING
         if self._by_snapshot:
@@ -37,8 +40,8 @@ class Siblings:
             self._leaders[_context(sequence)] = sequence
 
     def follow(self, sequence: Sequence) -> bool:
-        """Return whether ``sequence`` waits for a leader, which becomes its parent. A fork does not wait, nor does a
-        sequence that has begun or has waited for another leader."""
+        """Return whether ``sequence`` should wait for one step for a leader with the same tokens, which becomes its
+        parent. A fork does not wait, nor does a sequence that has begun or has waited for another leader."""
         begun = sequence.answer is not None or sequence.parent_ids_T is not None
         leader = None if begun or not self._leaders else self._leaders.get(_context(sequence))
         if leader is None or sequence.parent not in (None, leader):
@@ -58,6 +61,6 @@ def last_border(size: int) -> int:
 
 
 def _context(sequence: Sequence) -> _Context:
-    """Return a key for the tokens that a sequence computes first, and whether it is pinned to the weights that compute
-    them."""
+    """Return a key that is equal for siblings: whether the request pins its weights, the salt (adapter and routing),
+    and the ids of the tokens that the sequence begins with."""
     return sequence.request.pinned, sequence.salt, sequence.given_ids_T.tobytes()

@@ -31,7 +31,8 @@ from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 
 class Snapshots:
-    """The slots of snapshots by the digest of their prefix. It is bookkeeping only and has no tensors.
+    """The record of which slot has the snapshot of which prefix, by the prefix's digest. ``slots`` are the slots that
+    it may use; the state tensors are in the pool.
 
     >>> snapshots = Snapshots([7, 8])
     >>> snapshots.plan(b"prompt", 0)
@@ -52,15 +53,17 @@ class Snapshots:
         return len(self._slots)
 
     def find(self, digest: bytes) -> int | None:
-        """Return the slot of a snapshot, which counts as used; ``None`` if there is none."""
+        """Return the slot of the snapshot of the prefix ``digest``, which counts as used now; ``None`` if there is
+        none."""
         slot = self._slots.pop(digest, None)
         if slot is not None:
             self._slots[digest] = slot
         return slot
 
     def plan(self, digest: bytes, row: int) -> None:
-        """Record that the state of ``row`` after the next pass is that of a prefix. Without any slot nothing
-        happens."""
+        """Plan to save the state of ``row`` after the next pass as the snapshot of the prefix ``digest``; if no slot is
+        free, the snapshot that was used least recently is dropped. Nothing happens if it exists or is planned already,
+        or if there is no slot at all."""
         if digest in self._slots or digest in self._planned or not (self._free or self._slots):
             return
         if not self._free:
@@ -74,24 +77,26 @@ class Snapshots:
         return list(planned.values())
 
     def drop(self, digest: bytes) -> None:
-        """Forget a snapshot, if there is one."""
+        """Drop the snapshot of the prefix ``digest``, if there is one, and free its slot."""
         slot = self._slots.pop(digest, None)
         if slot is not None:
             self._free.append(slot)
 
     def clear(self) -> None:
-        """Forget all snapshots."""
+        """Drop all snapshots, planned ones included, because the weights have changed or the memory is released."""
         self._free += [*self._slots.values(), *(slot for _, slot in self._planned.values())]
         self._slots, self._planned = {}, {}
 
 
 class SequenceStates:
-    """The states of an engine's sequences (see :class:`headrace.engine.native.rows.Follower`)."""
+    """The states of recurrent layers of an engine's sequences: a slot of ``pool`` for each of the ``num_rows`` rows of
+    the batch, one for scoring, and the rest for snapshots. The rows tell it which sequences join and leave (see
+    :class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, pool: StatePool, num_rows: int) -> None:
         self._pool = pool
         self.slots_R = np.full(num_rows, -1, np.int64)
-        """The slot of each row."""
+        """The slot of each row; −1 for a row that is not in use."""
         self._free = list(range(num_rows))
         self.scoring_slot = num_rows
         """The slot of a sequence that is scored."""
@@ -99,15 +104,16 @@ class SequenceStates:
 
     @property
     def computed_by(self) -> str:
-        """What computes the recurrences."""
+        """The implementation of the recurrent layers, in words, for the record of the run."""
         return "torch" if self._pool.ops is None else "compiled kernels where sequences decode, torch for prompts"
 
     @property
     def num_bytes(self) -> int:
-        """The memory of all slots."""
+        """The memory of all slots, in bytes."""
         return self._pool.num_bytes
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Give ``row``, in which a new sequence begins, a free slot. The other arguments are not used."""
         self.slots_R[row] = self._free.pop()
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
@@ -119,7 +125,8 @@ class SequenceStates:
         self._free += sorted(held - set(self.slots_R[:count].tolist()))
 
     def restore(self, copies: list[tuple[int, int]]) -> None:
-        """Copy slots to rows: (slot, row)."""
+        """Copy states before a pass, for sequences that begin after a cached prefix: for each (slot, row), the state of
+        the slot to the slot of the row."""
         self._pool.copy([slot for slot, _ in copies], [int(self.slots_R[row]) for _, row in copies])
 
     def save(self) -> None:
@@ -128,11 +135,11 @@ class SequenceStates:
         self._pool.copy([int(self.slots_R[row]) for row, _ in planned], [slot for _, slot in planned])
 
     def of_rows(self, rows_R: Index) -> StatePass:
-        """Return the states of some rows for one pass."""
+        """Return the states of the rows ``rows_R``, in that order, for one forward pass, which updates them."""
         return StatePass(self._pool, self.slots_R[rows_R])
 
     def of_scoring(self) -> StatePass:
-        """Return the state of the sequence that is scored for one pass."""
+        """Return the state of the sequence that is being scored, for one forward pass, which updates it."""
         return StatePass(self._pool, np.array([self.scoring_slot]))
 
     def release(self) -> None:
@@ -141,7 +148,7 @@ class SequenceStates:
         self._pool.release()
 
     def allocate(self) -> None:
-        """Allocate the memory again."""
+        """Allocate the memory again after :meth:`release`."""
         self._pool.allocate()
 
 

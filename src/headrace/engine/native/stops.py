@@ -1,8 +1,9 @@
 """Stop strings: an answer ends with the token that completes one of them.
 
 The text of an answer is that of all its tokens decoded together, without replacement characters at its end, which may
-be the first bytes of a character that the next token completes. To decode the whole answer after each token would cost
-more with each token. It is enough to decode the newest tokens, as long as their text is the end of the text of all.
+stand for the first bytes of a character that the next token completes. Decoding the whole answer after every token
+would cost more and more as the answer grows. It is enough to decode the latest tokens, as long as the text of all
+tokens ends with theirs.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from headrace.base.types.columns import IntColumn
 from headrace.base.types.sampling import Sampling
 
 _INCOMPLETE = "\ufffd"
+"""The replacement character, to which the first bytes of an incomplete character decode."""
 _LONGEST = 24
 """The number of newest tokens that are decoded at once, as far as possible."""
 _SHORTEST = 8
@@ -25,18 +27,19 @@ _SHORTEST = 8
 
 @dataclass(slots=True, kw_only=True)
 class _StopState:
-    """The end of one row's text."""
+    """The stop strings of the sequence in one row of the batch, and the end of its answer's text, in which they are
+    searched. The *window* is the latest tokens, which are decoded together."""
 
     strings: tuple[str, ...]
     tail: str = ""
-    """The end of the text before the window, as long as the longest string may need."""
+    """The last characters of the text before the window, at most one fewer than the longest stop string has."""
     window: list[int] = field(default_factory=list)
-    """The newest tokens."""
+    """The ids of the latest tokens."""
     text: str = ""
-    """The text of the window."""
+    """The decoded text of the window."""
     given: int = 0
-    """How many characters of tail and text were there when the sequence joined: a string that ends among them does not
-    count."""
+    """How many characters at the start of ``tail`` and ``text`` were sampled before the sequence joined the batch; 0
+    for a new sequence. A stop string that ends within these characters is ignored."""
 
 
 class Stops:
@@ -106,11 +109,13 @@ class Stops:
 
 
 class StopsFollower:
-    """An adapter that forwards the changes of rows to :class:`Stops`."""
+    """The adapter of :class:`Stops` to the interface through which the rows of the batch report their changes
+    (:class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops
         self.move = stops.move
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
+        """Set up the stop strings of ``row`` for a new sequence that has sampled ``answer_ids_T`` before."""
         self._stops.join(row, sampling.stop, answer_ids_T)

@@ -1,4 +1,4 @@
-"""The version in use, and the exchange of weights.
+"""The version in use, and the exchange (*swap*) of weights: what an engine does for a commit, by its mode.
 
     begin ──▶ at once: inflight · inflight_recompute · abort_resume · abort_retry · sleep ───────────▶ swap ──▶ report
       ├─────▶ drain, batch: hold new sequences back ──settle: nothing runs any more──▶ let them in ──▶ swap
@@ -29,10 +29,11 @@ _WAITING_MODES = frozenset({Interrupt.DRAIN, Interrupt.BATCH})
 
 
 class WeightReceiver(Protocol):
-    """The receiving side of a transport, where new weights come from."""
+    """The receiving side of a weight transport: it brings new versions into memory and puts them into the model."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Verify ``update``, in any thread. Raises :class:`~headrace.base.errors.WeightsError` if it cannot be used."""
+        """Bring the version ``update`` into memory and verify it, in any thread. Raises
+        :class:`~headrace.base.errors.WeightsError` if it cannot be used."""
         ...
 
     def staged(self) -> Mapping[str, Tensor]:
@@ -47,31 +48,40 @@ class WeightReceiver(Protocol):
 
 @dataclass(slots=True, kw_only=True)
 class _Pending:
-    """A commit that has begun."""
+    """A commit that has begun and is not complete."""
 
     version: int
+    """The version that comes into use."""
     mode: Interrupt
     parts: Iterator[None]
+    """Exchanges one more part of the parameters each time it is advanced."""
     began_s: float
+    """The time at which the commit was ordered, on the engine's clock."""
     gap_s: float = 0.0
-    """How long the step loop has stood still for it."""
+    """How long the step loop has stood still for it, in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Cost:
-    """The tokens and sequences that a commit discarded."""
+    """The number of sequences and tokens that lose something by a commit."""
 
     restarted: int = 0
+    """The number of sequences that lost sampled tokens and begin again."""
     wasted_tokens: int = 0
+    """The number of those sampled tokens."""
     recomputed_tokens: int = 0
+    """The number of tokens whose keys and values have to be computed again."""
 
 
 class Swaps:
-    """The owner of the version in use. It is not thread-safe; all calls happen between two passes."""
+    """The owner of the version in use: it carries out the commits of one engine. It is not thread-safe; all calls
+    happen between two passes."""
 
     def __init__(
         self, receiver: WeightReceiver, scheduler: Scheduler, rows: Rows, pool: BlockPool, clock: Clock
     ) -> None:
+        """Make the owner of an engine that has no weights yet. ``receiver`` has the staged weights; the sequences are
+        in ``scheduler`` and ``rows``, and ``pool`` has the cached blocks."""
         self._receiver = receiver
         self._scheduler = scheduler
         self._rows = rows
@@ -88,11 +98,14 @@ class Swaps:
 
     @property
     def streaming(self) -> bool:
-        """Whether parameters are being exchanged step by step."""
+        """Whether a streamed commit is under way: some parameters have the new version, the others the old one."""
         return self._pending is not None and self._pending.mode is Interrupt.STREAM
 
     def begin(self, version: int, mode: Interrupt, stream_steps: int, paused_s: float | None = None) -> None:
-        """Begin to use the staged ``version``. ``paused_s`` is the time at which the engine was paused, if it is."""
+        """Begin to use the staged ``version`` in ``mode``. A streamed commit is spread over ``stream_steps`` steps.
+        ``paused_s`` is the time at which the engine was paused, ``None`` if it is not: the pause counts as time that
+        the step loop stood still. Raises :class:`~headrace.base.errors.WeightsError` if an earlier commit is not
+        complete, or the version is not staged."""
         began_s = self._clock.now()
         if self._pending is not None:
             raise WeightsError(
@@ -124,24 +137,27 @@ class Swaps:
             self._pending.gap_s += self._clock.now() - started_s
 
     def finish(self) -> None:
-        """Exchange at once the parts that are left of a streamed commit."""
+        """Complete a streamed commit, if one is under way: exchange the parts that are left at once."""
         if self.streaming:
             self._swap(self._clock.now())
 
     def settle(self) -> None:
-        """Complete a commit that waited until no sequence runs; called after each step and each removal."""
+        """Complete a commit that has begun, if no sequence runs or may join any more; called after each step and each
+        removal."""
         if self._pending is None or not self._scheduler.idle:
             return
         self._scheduler.open()
         self._swap(self._clock.now())
 
     def pop_reports(self) -> list[SwapReport]:
-        """Remove and return the reports of the completed commits."""
+        """Remove and return the reports of the commits that have been completed, in their order."""
         done, self._done = self._done, []
         return done
 
     def _swap(self, stood_since_s: float) -> None:
-        """Exchange the parameters that are left, then treat the sequences that have begun as the mode requires."""
+        """Complete the pending commit: exchange the parameters that are left, treat the sequences that have begun as
+        its mode requires, and store its report. ``stood_since_s`` is the time since which the step loop stands still,
+        on the engine's clock."""
         pending, started_s = self._pending, self._clock.now()
         assert pending is not None
         for _ in pending.parts:
@@ -167,11 +183,14 @@ class Swaps:
         )
 
     def _use(self, stamp: int, *, pool_version: int) -> None:
+        """Let the next tokens carry ``stamp`` as their version, and invalidate all cached blocks; blocks of
+        ``pool_version`` are cached from now on."""
         self.stamp = self._scheduler.version = stamp
         self._pool.forget(pool_version)
 
     def _apply_mode(self, mode: Interrupt, begun: list[Sequence]) -> _Cost:
-        """Treat the sequences that have begun as ``mode`` requires, and return what that costs."""
+        """Treat ``begun``, the sequences with a cached context or an answer, as the commit mode requires, and return
+        what they lose by it."""
         cost = _Cost()
         if mode is Interrupt.INFLIGHT_RECOMPUTE:
             cost.recomputed_tokens = self._recompute([sequence for sequence in begun if sequence.row != NO_ROW])
@@ -184,6 +203,8 @@ class Swaps:
         return cost
 
     def _requeue(self, sequences: list[Sequence]) -> int:
+        """Move those of ``sequences`` that are in rows back to the queue with their answers. Return how many computed
+        tokens that discards."""
         return sum(self._scheduler.requeue(sequence) for sequence in sequences if sequence.row != NO_ROW)
 
     def _recompute(self, sequences: list[Sequence]) -> int:
@@ -198,17 +219,17 @@ class Swaps:
 
 
 class LoadedWeights:
-    """The weight receiver of an engine that keeps the weights of its model directory, which the model has loaded
-    already."""
+    """The weight receiver of a server with fixed weights: it accepts only the commit of version 0, the weights that the
+    model has loaded from its directory already."""
 
     def stage(self, update: WeightUpdate) -> None:
-        """Raise :class:`~headrace.base.errors.WeightsError`: no version can be staged."""
+        """Raise :class:`~headrace.base.errors.WeightsError`: a server of fixed weights takes no new version."""
         raise WeightsError(
             f"version {update.version} is sent to a server of fixed weights", remedy="start it with the new model"
         )
 
     def staged(self) -> dict[str, Tensor]:
-        """Return no tensors."""
+        """Return an empty dict: no tensors are staged."""
         return {}
 
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:

@@ -1,5 +1,6 @@
-"""The queues of an engine: waiting sequences by rank, and requests by deadline. The cost of an operation grows at most
-with the logarithm of a queue's length."""
+"""The queues of an engine: waiting sequences by rank (higher priority first, then order of arrival), and requests by
+deadline. The cost of an operation grows at most with the logarithm of a queue's length. Removed entries stay in a heap
+and are skipped, until they are so many that the heap is rebuilt."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ _MAX_REMOVED = 64
 
 
 class Waiting:
-    """A heap of sequences. Removed entries stay in it until they are the majority, then it is rebuilt."""
+    """The queue of waiting sequences, ordered by rank. It is a heap; removed entries stay in it until they are the
+    majority, then it is rebuilt."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], Sequence]] = []
@@ -27,18 +29,20 @@ class Waiting:
         return iter(list(self._members.values()))
 
     def started(self) -> list[Sequence]:
-        """Return the waiting sequences that have an answer."""
+        """Return the waiting sequences that have sampled tokens already: they were preempted, or moved from another
+        engine."""
         return [sequence for sequence in self._started.values() if sequence.answer is not None]
 
     def add(self, sequence: Sequence) -> None:
-        """Add ``sequence`` to the queue."""
+        """Add ``sequence`` to the queue, at its rank."""
         self._members[sequence.arrival] = sequence
         if sequence.answer is not None:
             self._started[sequence.arrival] = sequence
         heapq.heappush(self._heap, (sequence.rank, sequence))
 
     def first(self) -> Sequence:
-        """Return the sequence of the first rank. The queue must not be empty."""
+        """Return the waiting sequence that joins next: the first by rank. It stays in the queue, which must not be
+        empty."""
         while self._heap[0][1].arrival not in self._members:
             heapq.heappop(self._heap)
         return self._heap[0][1]
@@ -53,7 +57,8 @@ class Waiting:
 
 
 class Deadlines:
-    """A heap of deadlines over ``known``, the requests that have not ended."""
+    """The queue of requests by their deadlines. ``known`` has the sequences that have not ended, by request id; the
+    engine changes it, and entries of ended requests are skipped here."""
 
     def __init__(self, known: Mapping[int, Sequence]) -> None:
         self._known = known
@@ -85,5 +90,7 @@ class Deadlines:
         return late
 
     def _live(self, entry: tuple[float, int, int]) -> Sequence | None:
+        """Return the sequence of a heap entry (deadline, arrival, request id); ``None`` if it has ended, also if its id
+        has been used again."""
         sequence = self._known.get(entry[2])
         return sequence if sequence is not None and sequence.arrival == entry[1] else None

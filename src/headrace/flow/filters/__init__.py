@@ -35,8 +35,9 @@ FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
 
 
 def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_episodes: int) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for filters that would drop every group of ``group_size``
-    episodes, or that would have no effect on any group."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``filters``, applied in order to groups of ``group_size``
+    episodes, would drop every group or contain one that has no effect. A group with fewer than ``min_episodes``
+    episodes is dropped. The flow's settings call this when they are loaded."""
     left = group_size
     for place, each in enumerate(filters):
         name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"

@@ -24,10 +24,10 @@ from headrace.base.types.scored import ScoredGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilterContext:
-    """The information that a filter can use beside the group."""
+    """The information that a filter can use in addition to the group."""
 
     decode: Callable[[Sequence[int]], str]
-    """Function that decodes token ids to text."""
+    """The function that decodes token ids to text."""
     seed: int
     """Seed of the run. Random choices are a function of this seed and of the number of the group."""
 
@@ -41,9 +41,10 @@ class Verdict:
     drop: bool = False
     """Whether the whole group is dropped."""
     leave_out: frozenset[int] = frozenset()
-    """Positions of the scored episodes that are left out of the group."""
+    """Positions in the group (from 0) of the scored episodes that are left out."""
     mask: frozenset[int] = frozenset()
-    """Positions of the scored episodes that are masked: they count in the baseline and carry no loss."""
+    """Positions in the group (from 0) of the scored episodes that are masked: their rewards count in the baseline, and
+    their tokens carry no loss."""
     keep_masked: bool = False
     """Whether the group stays even if all of its episodes are masked, so that it trains nothing."""
 
@@ -59,28 +60,29 @@ class FilterSection(Section):
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
         """Return the decision about ``group``, which has at least one episode that is scored or was masked by an
-        earlier filter."""
+        earlier filter. Each filter implements this."""
         raise NotImplementedError
 
     @property
     def first(self) -> int | None:
-        """Return how many finished episodes complete a group; the others are then cancelled. ``None``: all are
-        needed."""
+        """Return how many finished episodes complete a group, so that the others are cancelled; ``None``: the filter
+        needs all of them."""
         return None
 
     def episodes_left(self, num_episodes: int) -> int:
-        """Return the greatest number of episodes that the filter can leave of a group of ``num_episodes``."""
+        """Return the greatest number of episodes that the filter can leave of a group of ``num_episodes``, for the
+        check of the settings."""
         return num_episodes
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
         """Return why the filter cannot work with groups of ``min_episodes`` to ``num_episodes`` episodes, and the
-        remedy; ``None`` if it can."""
+        remedy, both for an error message; ``None`` if it can. The check of the settings calls this."""
         return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Filtered:
-    """The result of applying all filters to one group."""
+    """The result of applying all filters to one group: the group that is left, or the reason why it is dropped."""
 
     group: ScoredGroup
     """The group, whose episodes have their new statuses; unchanged if the group is dropped."""
@@ -93,10 +95,11 @@ class Filtered:
 def apply_filters(
     group: ScoredGroup, filters: Sequence[FilterSection], *, min_episodes: int, context: FilterContext
 ) -> Filtered:
-    """Apply the filters to ``group`` in order and return the result.
+    """Apply the filters to ``group`` in order and return the result. ``context`` is passed to each of them.
 
-    A group is dropped, for the reason of the last filter, if fewer than ``min_episodes`` of its episodes count in the
-    baseline, or if none of them is left to train. A decision with ``keep_masked`` keeps a group in the latter case.
+    A group is dropped, with the reason of the filter at which this happens, if the filter drops it, if fewer than
+    ``min_episodes`` of its episodes still count in the baseline, or if none of them is left to train. A decision with
+    ``keep_masked`` keeps a group in the last case.
     """
     left = group
     for each in filters:
@@ -112,7 +115,8 @@ def apply_filters(
 
 
 def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
-    """Return the group with the statuses that the verdict gives to its episodes."""
+    """Return a copy of the group in which the episodes that the verdict leaves out or masks have that status, with the
+    reason as its cause."""
     statuses = dict.fromkeys(verdict.leave_out, EpisodeStatus.LEFT_OUT) | dict.fromkeys(
         verdict.mask, EpisodeStatus.MASKED
     )
@@ -128,8 +132,8 @@ def _apply_verdict(group: ScoredGroup, verdict: Verdict) -> ScoredGroup:
 
 
 def unfiltered(episodes: Sequence[EpisodeGraph]) -> tuple[EpisodeGraph, ...]:
-    """Return the episodes with the statuses they had before any filter, because a group that a crash interrupted is
-    filtered again as a whole."""
+    """Return the episodes with the statuses they had before any filter: one that was left out or masked, and has a
+    reward, becomes scored again. A group that a crash interrupted is filtered again as a whole."""
     undone = (EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
     return tuple(
         replace(episode, status=EpisodeStatus.SCORED, cause="")
@@ -145,8 +149,8 @@ def rewards_of(episodes: Sequence[EpisodeGraph]) -> list[float]:
 
 
 def comparable_rewards(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
-    """Return the lists of rewards that are compared within a group: one list of the rewards of its episodes or, where
-    agents earned rewards of their own, one list for each trained role."""
+    """Return the lists of rewards that are compared with each other within a group: one list with the rewards of its
+    episodes or, where agents earned rewards of their own, one list for each role that is trained."""
     if not any(episode.agent_rewards for episode in episodes):
         return [rewards_of(episodes)]
     by_role: dict[str, list[float]] = {}
@@ -157,7 +161,8 @@ def comparable_rewards(episodes: Sequence[EpisodeGraph]) -> list[list[float]]:
 
 
 def as_tables(value: Any) -> Any:
-    """Return the tables of one filter or of several, where a name alone stands for its table.
+    """Return the value of ``flow.filters`` as a tuple of tables. A name alone stands for the table of that kind, one
+    filter for a list of one, and ``"none"`` for no filters.
 
     >>> as_tables("zero_variance"), as_tables(["length", {"kind": "redundancy", "keep": 6}])
     (({'kind': 'zero_variance'},), ({'kind': 'length'}, {'kind': 'redundancy', 'keep': 6}))

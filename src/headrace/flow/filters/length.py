@@ -1,4 +1,6 @@
-"""A filter for answers that were truncated or are longer than they should be."""
+"""A filter for answers that were truncated or are longer than they should be. A filter decides about a scored group: it
+keeps it, drops it, leaves episodes out, or masks them (their rewards count in the baseline, their tokens carry no
+loss)."""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 
 class LengthFilter(FilterSection):
-    """A filter that masks or leaves out the episodes that reached the length limit or have more than ``max_tokens``
-    tokens. The reason that it counts is ``overlong``.
+    """A filter that masks or leaves out the episodes of which a turn reached the length limit, or which have more than
+    ``max_tokens`` tokens. They are counted under the reason ``overlong``.
 
     ``mask`` is the overlong filtering of DAPO: advantages are computed over all sampled episodes, and a truncated
     answer contributes no loss. ``leave_out`` computes advantages over the other episodes. A group with too few episodes
@@ -24,6 +26,7 @@ class LengthFilter(FilterSection):
     """
 
     advice: ClassVar[str] = "raise engine.max_new_tokens (or the filter's max_tokens), or ask for shorter answers"
+    """Advice for a user whose groups are all dropped by this filter."""
 
     kind: Literal["length"] = "length"
     """Selects this filter."""
@@ -38,7 +41,7 @@ class LengthFilter(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _keeps_what_is_masked(self) -> LengthFilter:
-        """Refuse to keep groups whose episodes are all masked if the action is not to mask."""
+        """Refuse ``all_masked = "keep"`` if the action is not to mask: it would have no effect."""
         if self.all_masked == "keep" and self.action != "mask":
             raise ConfigError(
                 f"filter 'length' has all_masked='keep' and action={self.action!r}: nothing is masked",
@@ -47,6 +50,8 @@ class LengthFilter(FilterSection):
         return self
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        """Return the decision to mask or to leave out, by ``action``, the episodes of ``group`` that are too long;
+        :data:`KEEP` if there are none."""
         long = frozenset(episode.key.place for episode in group.scored if self._is_long(episode))
         if not long:
             return KEEP
@@ -55,9 +60,11 @@ class LengthFilter(FilterSection):
         return Verdict(reason="overlong", leave_out=long)
 
     def _is_long(self, episode: EpisodeGraph) -> bool:
+        """Return whether the episode was cut at the length limit, or has more than ``max_tokens`` sampled tokens."""
         return was_cut(episode) or (self.max_tokens is not None and episode.length > self.max_tokens)
 
 
 def was_cut(episode: EpisodeGraph) -> bool:
-    """Return whether a sampled turn of the episode ended at the length limit."""
+    """Return whether a sampled turn of the episode itself, branches excluded, ended because it reached the length
+    limit."""
     return any(turn.stop_reason is StopReason.LENGTH for turn in episode.turns if turn.branch is None)

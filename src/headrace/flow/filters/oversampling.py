@@ -1,4 +1,5 @@
-"""Filters for groups that sample more attempts than are trained: the first to end, or the cleanest correct answers."""
+"""Filters for groups that sample more attempts than are trained: the first to end, or the cleanest correct answers. A
+filter decides about a scored group: it keeps it, drops it, or leaves some of its episodes out."""
 
 from __future__ import annotations
 
@@ -16,18 +17,19 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 from headrace.flow.filters.length import was_cut
 
 REDUNDANT = "redundant"
-"""The reason that is counted for an episode that was not among the first of its group."""
+"""The reason under which an episode is counted that was not among the first of its group to end."""
 
 
 class Redundancy(FilterSection):
-    """A filter that trains the first ``keep`` of the ``flow.group_size`` episodes of a group and cancels the others in
-    the engine at once. The reason that it counts is ``redundant``.
+    """A filter that trains the first ``keep`` of the ``flow.group_size`` episodes of a group to end, and cancels the
+    others in the engine at once. These are counted under the reason ``redundant``.
 
     Long answers finish late, so the trained answers are shorter than the sampled ones. Advantages are computed over the
     kept episodes.
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
+    """Advice for a user whose groups are all dropped by this filter."""
 
     kind: Literal["redundancy"] = "redundancy"
     """Selects this filter."""
@@ -36,13 +38,16 @@ class Redundancy(FilterSection):
 
     @property
     def first(self) -> int | None:
+        """Return how many finished episodes complete a group: ``keep``. The controller then cancels the others."""
         return self.keep
 
     def episodes_left(self, num_episodes: int) -> int:
+        """Return how many episodes of a group are left: ``keep``."""
         return self.keep
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy if no episode of a group would be redundant; otherwise ``None``."""
+        """Return the problem and the remedy, for an error message, if groups have at most ``keep`` episodes, so that
+        none would be redundant; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
                 f"keep={self.keep}, and a group has {num_episodes} episodes: none would be redundant",
@@ -51,19 +56,19 @@ class Redundancy(FilterSection):
         return None
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
-        """Return :data:`KEEP`, because the other episodes were already cancelled while the group ran."""
+        """Return :data:`KEEP`: the redundant episodes were already cancelled while the group ran."""
         return KEEP
 
 
 _DRAWS = 0x526F43
-"""A constant in the seed of this filter's random generator, so that its draws differ from other draws under the same
-seed."""
+"""A constant that is part of the seed of this filter's random generator, so that its draws differ from other draws with
+the same seed."""
 
 
 class ResampleCorrect(FilterSection):
     """A filter that keeps ``keep`` episodes of a group. Correct and incorrect ones are kept in the proportion in which
-    they were sampled: the correct ones with the fewest errors, and incorrect ones drawn uniformly. The reason that it
-    counts is ``oversampled``.
+    they were sampled: the correct ones with the fewest errors, and incorrect ones drawn uniformly. The other episodes
+    are counted under the reason ``oversampled``.
 
     The errors of a correct answer are p_err + p_format. p_err is the share of its tool calls (turns by ``tool``) that
     failed, ½ for an answer without tool calls. p_format is 1 if the answer was truncated or a tag is missing, otherwise
@@ -73,13 +78,14 @@ class ResampleCorrect(FilterSection):
     """
 
     advice: ClassVar[str] = "raise keep, or lower flow.min_episodes"
+    """Advice for a user whose groups are all dropped by this filter."""
 
     kind: Literal["resample_correct"] = "resample_correct"
     """Selects this filter."""
     keep: int = Field(ge=2)
     """Number of episodes of a group that are trained; the paper keeps half of ``flow.group_size``."""
     min_each: int = Field(default=1, ge=0)
-    """Least number of correct and of incorrect episodes that are kept, if there are so many."""
+    """The smallest number of correct and of incorrect episodes that are kept, if there are that many."""
     threshold: float = 0.5
     """An answer with a reward above this value counts as correct."""
     answer_tags: tuple[str, str] | None = None
@@ -87,7 +93,8 @@ class ResampleCorrect(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _has_room_for_both(self) -> ResampleCorrect:
-        """Refuse a number to keep that has no room for both right and wrong answers, and empty tags."""
+        """Refuse a ``keep`` that is too small for ``min_each`` correct and as many incorrect answers, and empty answer
+        tags."""
         if 2 * self.min_each > self.keep:
             raise ConfigError(
                 f"filter 'resample_correct' has min_each={self.min_each} and keep={self.keep}: both kinds do not fit",
@@ -101,10 +108,12 @@ class ResampleCorrect(FilterSection):
         return self
 
     def episodes_left(self, num_episodes: int) -> int:
+        """Return how many of ``num_episodes`` episodes are left: at most ``keep``."""
         return min(self.keep, num_episodes)
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy if the filter would leave no episode of a group out; otherwise ``None``."""
+        """Return the problem and the remedy, for an error message, if groups have at most ``keep`` episodes, so that
+        none would be left out; otherwise ``None``."""
         if self.keep >= num_episodes:
             return (
                 f"keep={self.keep}, and a group has {num_episodes} episodes: it would leave none out",
@@ -113,6 +122,8 @@ class ResampleCorrect(FilterSection):
         return None
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        """Return the decision to leave out all but ``keep`` of the scored episodes; :data:`KEEP` if there are no more
+        than that. The random choices depend on the run's seed and the number of the group only."""
         episodes = group.scored
         if len(episodes) <= self.keep:
             return KEEP
@@ -128,22 +139,24 @@ class ResampleCorrect(FilterSection):
         )
 
     def _num_wrong(self, num_right: int, num_wrong: int) -> int:
-        """Return how many wrong answers to keep: their share of the group, with at least ``min_each`` of both kinds
-        where there are as many."""
+        """Return how many of ``num_wrong`` incorrect answers to keep, in a group with ``num_right`` correct ones: their
+        share of the ``keep`` places, with at least ``min_each`` of both kinds where there are as many."""
         share = round(Fraction(num_wrong * self.keep, num_right + num_wrong))
         least = max(min(self.min_each, num_wrong), self.keep - num_right)
         most = min(self.keep - min(self.min_each, num_right), num_wrong)
         return min(max(share, least), most)
 
     def errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
-        """Return p_err + p_format of an episode, from 0 to 2."""
+        """Return p_err + p_format of an episode, from 0 to 2: the share of its tool calls that failed (½ if it made
+        none) plus its format errors. Among correct answers, those with the least errors are kept."""
         calls = [turn.failed for turn in episode.turns if turn.author == "tool" and turn.branch is None]
         failed = sum(calls) / len(calls) if calls else 0.5
         return failed + self._format_errors(episode, context)
 
     def _format_errors(self, episode: EpisodeGraph, context: FilterContext) -> float:
-        """Return the fraction of format errors in an episode, from 0 to 1: a cut answer counts as 1, otherwise missing
-        or repeated answer tags count."""
+        """Return p_format of an episode, from 0 to 1: 1 for an answer that was cut, or without a complete pair of
+        answer tags; otherwise the number of pairs beyond the first, divided by the number of sampled turns. 0 if tags
+        are not checked."""
         if was_cut(episode):
             return 1.0
         if self.answer_tags is None:

@@ -1,4 +1,5 @@
-"""Filters that compare the rewards of a group: do they differ, and is the task solved sometimes?"""
+"""Filters that compare the rewards of a group: do they differ, and is the task solved sometimes? A filter decides about
+a scored group, the attempts at one task: it keeps it or drops it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.flow.filters.base import KEEP, FilterContext, FilterSection, Verdi
 
 class ZeroVariance(FilterSection):
     """A filter that drops a group whose rewards are all equal. Where agents earned rewards of their own, it drops the
-    group if the rewards are equal within every role. The reason that it counts is ``zero_variance``.
+    group if the rewards are equal within every role. The groups are counted under the reason ``zero_variance``.
 
     Advantages within such a group are 0, so its tokens would only dilute the mean over the batch.
     """
@@ -23,6 +24,7 @@ class ZeroVariance(FilterSection):
         "make tasks easier where rewards are low and harder where they are high, raise flow.group_size or "
         "engine.temperature"
     )
+    """Advice for a user whose groups are all dropped by this filter."""
 
     kind: Literal["zero_variance"] = "zero_variance"
     """Selects this filter."""
@@ -30,28 +32,33 @@ class ZeroVariance(FilterSection):
     """Rewards whose difference is at most this value count as equal."""
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
+        """Return the problem and the remedy, for an error message, if groups have a single episode, which is equal to
+        itself and would always be dropped; otherwise ``None``."""
         if num_episodes > 1:
             return None
         return "a group of one has nothing to compare, and would be dropped", "leave it out, or raise flow.group_size"
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        """Return the decision to drop ``group`` if its rewards differ by no more than ``tolerance``; otherwise
+        :data:`KEEP`."""
         if any(max(rewards) - min(rewards) > self.tolerance for rewards in comparable_rewards(group.counted)):
             return KEEP
         return Verdict(reason="zero_variance", drop=True)
 
 
 class DynamicSampling(FilterSection):
-    """A filter that drops a group unless the share of its correct episodes lies strictly between two bounds. The
-    reasons that it counts are ``accuracy_too_low`` and ``accuracy_too_high``.
+    """A filter that drops a group unless the share of its correct episodes lies strictly between two bounds. The groups
+    are counted under the reasons ``accuracy_too_low`` and ``accuracy_too_high``.
 
-    Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 11: 0 < the number of right answers < G, sampling until the batch is
-    full.
+    Source: Yu et al. (DAPO), arXiv 2503.14476, eq. 11: 0 < the number of right answers < G, the size of the group;
+    sampling continues until the batch is full.
     """
 
     advice: ClassVar[str] = (
         "make tasks easier where accuracy is too low and harder where it is too high, raise flow.group_size, widen the "
         "filter's low and high, or look whether its threshold tells right from wrong"
     )
+    """Advice for a user whose groups are all dropped by this filter."""
 
     kind: Literal["dynamic_sampling"] = "dynamic_sampling"
     """Selects this filter."""
@@ -64,7 +71,7 @@ class DynamicSampling(FilterSection):
 
     @pydantic.model_validator(mode="after")
     def _leaves_room(self) -> DynamicSampling:
-        """Refuse bounds between which no group lies."""
+        """Refuse bounds between which no share can lie: ``low`` at or above ``high``."""
         if self.low >= self.high:
             raise ConfigError(
                 f"filter 'dynamic_sampling' has low={self.low:g} and high={self.high:g}: it drops every group",
@@ -73,8 +80,8 @@ class DynamicSampling(FilterSection):
         return self
 
     def problem(self, num_episodes: int, min_episodes: int) -> tuple[str, str] | None:
-        """Return the problem and the remedy if no number of right answers in a group lies between the bounds; otherwise
-        ``None``."""
+        """Return the problem and the remedy, for an error message, if no number of correct answers in a group of
+        ``min_episodes`` to ``num_episodes`` gives a share between the bounds; otherwise ``None``."""
         sizes = range(min_episodes, num_episodes + 1)
         if any(self.low < right / size < self.high for size in sizes for right in range(size + 1)):
             return None
@@ -86,6 +93,8 @@ class DynamicSampling(FilterSection):
         )
 
     def __call__(self, group: ScoredGroup, context: FilterContext) -> Verdict:
+        """Return the decision to drop ``group`` if its share of correct episodes is at most ``low`` or at least
+        ``high``; otherwise :data:`KEEP`."""
         rewards = rewards_of(group.counted)
         accuracy = sum(reward > self.threshold for reward in rewards) / len(rewards)
         if accuracy <= self.low:

@@ -1,7 +1,8 @@
 """The operations that a ledger records, the questions that it can answer, and its contract.
 
 Every change is an operation. After a crash an operation is present as a whole or not at all, and none before it is
-missing. In each of them ``numbers`` are the numbers of groups, and ``at_s`` is the Unix time in seconds.
+missing. In each of them ``numbers`` are the numbers of groups, and ``at_s`` is the Unix time in seconds. A *version* is
+the integer that names one set of weights; the *age* of a trained token is measured in versions.
 
 A token counts as submitted from the moment it is recorded: with its episode when that ends, or earlier, in a part of a
 running turn. A token that was not recorded before a crash was never submitted; ``flow.record_tokens`` bounds how many
@@ -21,11 +22,12 @@ from headrace.base.types.tokens import versions_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submit:
-    """The operation that creates groups."""
+    """The operation that creates groups, each for one row of the dataset."""
 
     numbers: tuple[int, ...]
+    """The numbers of the new groups."""
     rows: tuple[int, ...]
-    """Dataset row of each group."""
+    """The index of the dataset row of each group."""
     at_s: float
 
 
@@ -50,13 +52,15 @@ class Stream:
     were sampled."""
 
     parts: tuple[TokenChunk, ...]
+    """The new tokens, one chunk for each turn or several in order."""
     at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndEpisode:
-    """The operation that records an episode that has ended, with all its turns. It replaces the recorded parts of these
-    turns; tokens of parts that the episode does not contain are counted as ``discarded``."""
+    """The operation that records an episode that has ended, with all its turns. It replaces the parts of these turns
+    that were recorded while they ran; tokens of parts that the episode does not contain are counted as
+    ``discarded``."""
 
     episode: EpisodeGraph
     at_s: float
@@ -72,6 +76,7 @@ class DropEpisodes:
     places: tuple[int, ...]
     """Positions of the episodes in the group; each of them has ended."""
     status: EpisodeStatus
+    """The new status."""
     reason: str
     """Why the episodes are not trained; empty for episodes that are trained."""
     at_s: float
@@ -83,25 +88,30 @@ class EndStep:
 
     step: int
     numbers: tuple[int, ...]
+    """The numbers of the groups that were trained."""
     trained_tokens: int
+    """Number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
+    """Number of tokens of the batch that could not carry loss, by reason."""
     ages: dict[int, int]
-    """Number of trained tokens by age."""
+    """Number of trained tokens by age, in versions."""
     at_s: float
     learned: TokenResults | None = None
-    """What the learner computed for each token of the step; ``None`` if the learner did not return it."""
+    """The results that the learner computed for each token of the step; ``None`` if they are not recorded."""
     updates: int = 1
     """The number of updates of the weights that were made from the step's batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitVersion:
-    """The operation that records that the engines use ``version``; the groups that made it are released."""
+    """The operation that records that the engines use ``version`` of the weights; the groups ``numbers``, which helped
+    to make it, are released."""
 
     version: int
     numbers: tuple[int, ...]
+    """The numbers of the groups that are released."""
     checksum: str
-    """One hash of the hashes of all tensors. Two processes of one run have the same weights of a version if it is
+    """One hash of the hashes of all tensors. Two processes that hold the version have the same weights if it is
     equal."""
     at_s: float
 
@@ -111,7 +121,9 @@ class Note:
     """The operation that records an event of the run: a start, a resume, a checkpoint, a warning, an end."""
 
     kind: str
+    """The kind of event, one word."""
     detail: str
+    """The event in words."""
     at_s: float
 
 
@@ -123,20 +135,23 @@ class UnitCounts:
     """The number of units of one kind (groups, episodes or tokens) by what became of them."""
 
     submitted: int = 0
+    """Number of all units."""
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped units by reason."""
     in_flight: int = 0
+    """Number of units that are neither trained nor dropped yet."""
 
     @property
     def balance(self) -> int:
-        """The number of units that are unaccounted for: 0 if nothing was lost and nothing was counted twice."""
+        """Return the number of units that are unaccounted for: 0 if nothing was lost and nothing was counted twice."""
         return self.submitted - self.trained - sum(self.dropped.values()) - self.in_flight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conservation:
-    """The proof of submitted = trained + dropped + in flight, in each unit. The four numbers are counted separately."""
+    """The counts that prove submitted = trained + dropped + in flight, for each kind of unit. The four numbers are
+    counted separately."""
 
     groups: UnitCounts
     episodes: UnitCounts
@@ -144,18 +159,22 @@ class Conservation:
 
     @property
     def holds(self) -> bool:
-        """Return whether the equation holds in every unit."""
+        """Return whether submitted = trained + dropped + in flight holds for groups, for episodes and for tokens."""
         return all(fates.balance == 0 for fates in (self.groups, self.episodes, self.tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumedGroup:
-    """A group of a ledger that is neither dropped nor part of the checkpoint, from which a run resumes."""
+    """A group with which a resumed run continues: the steps before the checkpoint have not trained it, and it was not
+    dropped."""
 
     number: int
     row: int
+    """The index of its dataset row."""
     state: GroupState
     oldest_version: int
+    """The oldest version of its tokens if it was ready; otherwise the version that was committed when it was admitted,
+    0 before that."""
     step: int | None
     """The step that took the group and takes it again; ``None`` if no step had taken it."""
     episodes: tuple[EpisodeGraph, ...]
@@ -164,7 +183,8 @@ class ResumedGroup:
     """Recorded tokens of the turns of the other episodes, one chunk for each turn."""
 
     def kept_version(self) -> int | None:
-        """Return the oldest version of the tokens that the group keeps; ``None`` if it keeps none."""
+        """Return the oldest version of the tokens that the group keeps and may still train, which are those of scored
+        episodes and of partial turns; ``None`` if it has none."""
         scored = [episode for episode in self.episodes if episode.status is EpisodeStatus.SCORED]
         turns = [turn.tokens for episode in scored for turn in episode.turns]
         found = versions_of([*turns, *(part.tokens for part in self.partial_turns)])
@@ -176,21 +196,28 @@ class ResumeState:
     """The state of a run in its ledger at a checkpoint, from which the run resumes."""
 
     num_submitted: int
+    """Number of groups that were ever created."""
     dropped: dict[str, int]
+    """Number of dropped groups by reason."""
     num_released: int
-    """Number of groups that the checkpoint contains."""
+    """Number of groups that were trained before the checkpoint."""
     groups: tuple[ResumedGroup, ...]
+    """The groups with which the run continues."""
     checksums: dict[int, str]
-    """Checksums of the weights of versions newer than the checkpoint, by version."""
+    """Checksums of the weights of the checkpoint's version and newer ones, by version: a run that repeats these steps
+    compares its weights with them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupAttempt:
-    """A group with the rewards of its episodes."""
+    """A group with the rewards of its episodes, from which a resumed run restores its curriculum."""
 
     number: int
     row: int
+    """The index of its dataset row."""
     oldest_version: int
+    """The oldest version of its tokens if it was ready; otherwise the version that was committed when it was admitted,
+    0 before that."""
     closed: bool
     """Whether no more episodes of the group will end."""
     rewards: tuple[float, ...]
@@ -199,8 +226,8 @@ class GroupAttempt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lengths:
-    """The number of sampled tokens of each episode, in ascending order. If the two distributions differ, episodes of
-    some lengths are more likely to be trained than those of others."""
+    """The number of sampled tokens of each episode, in two lists in ascending order. If the two distributions differ,
+    episodes of some lengths are more likely to be trained than those of others."""
 
     submitted: tuple[int, ...]
     """Lengths of all ended episodes of groups that were trained or dropped, without groups in flight."""
@@ -211,7 +238,8 @@ class Lengths:
 
 
 class Ledger(Protocol):
-    """The contract of a ledger: it keeps the operations of a run and answers questions about them."""
+    """The contract of a ledger: it records the operations of a run and answers questions about them. Implementations
+    keep it in a SQLite file, in memory or on a Redis server."""
 
     def apply(self, *operations: Operation) -> None:
         """Record the operations in this order.
@@ -222,7 +250,8 @@ class Ledger(Protocol):
         ...
 
     def roll_back(self, step: int) -> ResumeState:
-        """Roll back to a checkpoint at ``step`` and return the groups with which the run continues.
+        """Undo what happened after the checkpoint of ``step``, the number of the first step to repeat, and return the
+        groups with which the run continues.
 
         Groups of later steps become READY again and remember their step, so that each is trained again in the same
         batch. Groups that were running become SUBMITTED; they keep the episodes that had ended and the recorded tokens
@@ -231,23 +260,25 @@ class Ledger(Protocol):
         ...
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
-        """Return the episodes of one group that have ended, in order."""
+        """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
         ...
 
     def conservation(self) -> Conservation:
-        """Count all units at one moment and return the counts."""
+        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
         ...
 
     def ages(self) -> dict[int, int]:
-        """Return the number of trained tokens by age."""
+        """Return the number of trained tokens by age, in versions."""
         ...
 
     def lengths(self) -> Lengths:
-        """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
+        """Return the lengths, in sampled tokens, of the episodes of all groups that were trained or dropped, and those
+        of the trained episodes."""
         ...
 
     def attempts(self, first: int) -> list[GroupAttempt]:
-        """Return the groups from number ``first`` on, in order."""
+        """Return the groups from number ``first`` on, in the order of their numbers, with the rewards of their
+        episodes."""
         ...
 
     def steps(self) -> dict[int, tuple[int, ...]]:
@@ -255,11 +286,12 @@ class Ledger(Protocol):
         ...
 
     def checksums(self) -> dict[int, str]:
-        """Return the checksum of the weights of every committed version."""
+        """Return the checksum of the weights of every committed version, by version."""
         ...
 
     def notes(self) -> list[tuple[str, str, float]]:
-        """Return the kind, the detail and the time of every note, oldest first."""
+        """Return the kind, the detail and the Unix time in seconds of every note about an event of the run, oldest
+        first."""
         ...
 
     def persist(self) -> None:
@@ -268,5 +300,5 @@ class Ledger(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the ledger."""
+        """Close the ledger; it cannot be used afterwards."""
         ...

@@ -1,4 +1,6 @@
-"""Counts and sums over the database of a ledger. The module only reads, and every number is counted independently."""
+"""Counts and sums over the SQLite database of a ledger. The module only reads, and every number is counted
+independently. The table ``groups`` has a row for each group of attempts at a task, ``episodes`` one for each episode
+that has ended, and ``parts`` the recorded tokens of turns that are still running."""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ K = TypeVar("K", str, int)
 
 
 def _listed(values: tuple[str, ...]) -> str:
+    """Return the names as a list in SQL, such as ``('trained', 'released')``."""
     return f"({', '.join(map(repr, values))})"
 
 
@@ -26,13 +29,14 @@ _REASON = "CASE WHEN instr(cause, ':') > 0 THEN substr(cause, 1, instr(cause, ':
 _EPISODES = "FROM episodes JOIN groups ON number = group_number"
 _PARTS = "FROM parts JOIN groups ON number = group_number"
 LATE = "late"
-"""The reason that is counted for recorded tokens of an episode whose group was trained without it."""
+"""The reason under which recorded tokens of an episode are counted whose group was trained without it."""
 
 
 class Books:
-    """The queries that count the contents of the database ``db``, whose groups have ``group_size`` episodes."""
+    """The queries that count the contents of a ledger's SQLite database."""
 
     def __init__(self, db: sqlite3.Connection, group_size: int) -> None:
+        """Count in the database ``db``, whose groups have ``group_size`` episodes each."""
         self._db = db
         self._group_size = group_size
 
@@ -41,7 +45,7 @@ class Books:
         return Conservation(groups=self.groups(), episodes=self.episodes(), tokens=self.tokens())
 
     def groups(self) -> UnitCounts:
-        """Return the number of groups by their states."""
+        """Return the number of groups by what became of them."""
         return UnitCounts(
             submitted=self.count("SELECT count(*) FROM groups"),
             trained=self.count(f"SELECT count(*) FROM groups WHERE {TRAINED}"),
@@ -50,8 +54,8 @@ class Books:
         )
 
     def episodes(self) -> UnitCounts:
-        """Return the number of episodes. Ended episodes are counted by their rows; the others of a group share the
-        state of the group."""
+        """Return the number of episodes by what became of them. Ended episodes are counted by their rows; the others of
+        a group share the state of the group."""
         size = self._group_size
         failed = self.tally(f"SELECT {_REASON}, count(*) {_EPISODES} WHERE {UNTRAINED} GROUP BY 1")
         of_dropped_groups = self.tally(
@@ -67,7 +71,7 @@ class Books:
         )
 
     def tokens(self) -> UnitCounts:
-        """Return the number of recorded tokens, those of running turns included."""
+        """Return the number of recorded sampled tokens by what became of them, tokens of running turns included."""
         total, parts = "SELECT coalesce(sum(sampled_tokens), 0)", "sum(sampled_tokens)"
         lost = self.tally("SELECT reason, tokens FROM lost_tokens")
         unusable: dict[str, int] = {}
@@ -92,14 +96,15 @@ class Books:
         )
 
     def ages(self) -> dict[int, int]:
-        """Return the number of trained tokens by age."""
+        """Return the number of trained tokens by age in versions, in ascending order of age."""
         total: dict[int, int] = {}
         for (ages,) in self._db.execute("SELECT ages FROM steps"):
             total = _add(total, {int(age): tokens for age, tokens in json.loads(ages).items()})
         return dict(sorted(total.items()))
 
     def lengths(self) -> Lengths:
-        """Return the lengths of the episodes of groups that were trained or dropped, and of the trained ones.
+        """Return the lengths, in sampled tokens, of the episodes of groups that were trained or dropped, and those of
+        the trained episodes.
 
         Groups in flight are left out, because their short episodes end first, which says nothing about which lengths
         survive. Cancelled episodes are left out, because their full length is unknown.
@@ -114,7 +119,7 @@ class Books:
         )
 
     def attempts(self, first: int) -> list[GroupAttempt]:
-        """Return the groups from number ``first`` on, in order."""
+        """Return the groups from number ``first`` on, in order, with the rewards of their episodes."""
         rewards: dict[int, list[float]] = {}
         rewarded = "SELECT group_number, reward FROM episodes WHERE group_number >= ? AND reward IS NOT NULL ORDER BY"
         for number, reward in self._db.execute(f"{rewarded} group_number, position", (first,)):
@@ -136,10 +141,11 @@ class Books:
         return int(self._db.execute(query).fetchone()[0])
 
     def tally(self, query: str) -> dict[str, int]:
-        """Return the counts by reason that ``query`` selects, without those that are 0."""
+        """Return the result of ``query``, which selects pairs of a reason and a count, without counts of 0."""
         return {reason: count for reason, count in self._db.execute(query) if count}
 
     def _column(self, query: str) -> tuple[int, ...]:
+        """Return the numbers in the only column that ``query`` selects."""
         return tuple(length for (length,) in self._db.execute(query))
 
 

@@ -28,9 +28,10 @@ from headrace.flow.ledger.turns import decode_token_results, decode_turns
 
 
 class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of one episode that has ended, without its tokens."""
+    """The numbers of one episode that has ended, without its tokens: one row of a list that a person looks through."""
 
     group: int
+    """The number of its group in the run."""
     place: int
     """Position of the episode in its group, from 0."""
     row: int
@@ -44,6 +45,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     status: str
     """Status of the episode: an :class:`~headrace.base.types.episode.EpisodeStatus`."""
     cause: str
+    """Why the episode failed, was left out or was masked; empty otherwise."""
     reward: float | None
     """Reward of the episode; ``None`` if it has none."""
     tokens: int
@@ -51,7 +53,7 @@ class EpisodeRow(msgspec.Struct, frozen=True, kw_only=True):
     oldest: int | None
     """The oldest version that sampled a token of it; ``None`` if none did."""
     newest: int | None
-    """The newest version that sampled a token of it."""
+    """The newest version that sampled a token of it; ``None`` if none did."""
     ended_s: float
     """When it ended, in seconds since 1970."""
     parts: dict[str, float]
@@ -63,20 +65,28 @@ Stored = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
 
 class EpisodeQuery(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The conditions that episodes must meet; a field that is ``None`` sets no condition."""
+    """The conditions that episodes must meet to be listed; a field that is ``None`` sets no condition. A bound includes
+    its own value."""
 
     status: str | None = None
     """Status of the episode (``scored``, ``failed``, ``left_out``, ``masked``) or of its group (``trained``,
     ``dropped``, ``waiting``)."""
     step: Stored | None = None
+    """The step that took its group."""
     group: Stored | None = None
+    """The number of its group."""
     row: Stored | None = None
+    """The index of its dataset row."""
     reward_from: float | None = None
+    """The smallest reward."""
     reward_to: float | None = None
+    """The greatest reward."""
     tokens_from: Stored | None = None
+    """The smallest number of sampled tokens."""
     tokens_to: Stored | None = None
+    """The greatest number of sampled tokens."""
     age_from: Stored | None = None
-    """Least age of its oldest token at the step that took it."""
+    """The smallest age of its oldest token, in versions, at the step that took it."""
     cause: str | None = None
     """Text that the cause of the episode, or the reason why its group was dropped, contains."""
 
@@ -89,7 +99,7 @@ ORDERS = {
     "tokens": "sampled_tokens DESC, group_number DESC, position",
     "age": "step - e.oldest_version DESC NULLS LAST, group_number DESC, position",
 }
-"""The orders in which a list can be sorted; the first two use an index and are fast for any length."""
+"""The orders in which a list can be sorted, as SQL by name; the first two use an index and are fast for any length."""
 
 _ROW = (
     "SELECT group_number, position, row, state, reason, step, status, cause, reward, sampled_tokens, e.oldest_version,"
@@ -114,12 +124,13 @@ _BOUNDS = {
 
 
 class Browser:
-    """A read-only view of the ledger at ``path``, which several threads may use; queries are run one at a time.
-
-    Raises :class:`~headrace.base.errors.LedgerError` if it is not there, not a ledger, or of another format.
-    """
+    """A read-only view of a ledger file, for tools that show the episodes of a run. Several threads may use it; queries
+    are run one at a time. Every method raises :class:`~headrace.base.errors.LedgerError` for a file that cannot be
+    read."""
 
     def __init__(self, path: Path) -> None:
+        """Open the ledger file ``path``. Raises :class:`~headrace.base.errors.LedgerError` if it does not exist, is not
+        a ledger, or has another format."""
         self._path = path
         self._one_at_a_time = threading.Lock()
         if not path.is_file():
@@ -138,7 +149,8 @@ class Browser:
 
     @classmethod
     def of_run(cls, run_dir: Path) -> Browser:
-        """Open the ledger of the run in ``run_dir``."""
+        """Return a view of the ledger of the run in ``run_dir``. Raises :class:`~headrace.base.errors.LedgerError` if
+        the run keeps its ledger on a Redis server, or has no ledger file."""
         if (run_dir / REDIS_FILE).exists() and not (run_dir / SQLITE_FILE).exists():
             raise LedgerError(
                 "this run keeps its ledger on a Redis server, and only ledger files can be looked through",
@@ -147,7 +159,8 @@ class Browser:
         return cls(run_dir / SQLITE_FILE)
 
     def page(self, query: EpisodeQuery, *, order: str = "newest", offset: int = 0, limit: int = 50) -> list[EpisodeRow]:
-        """Return up to ``limit`` of the episodes that match ``query``, from number ``offset`` on."""
+        """Return up to ``limit`` of the episodes that match ``query``, from index ``offset`` (from 0) on, in an
+        ``order`` of :data:`ORDERS`."""
         where, values = _where(query)
         sql = f"{_ROW}{_FROM}{where} ORDER BY {ORDERS[order]} LIMIT ? OFFSET ?"
         return [_row(row) for row in self._all(sql, (*values, limit, offset))]
@@ -179,14 +192,15 @@ class Browser:
             )
 
     def learned(self, group: int) -> TokenResults | None:
-        """Return what the learner computed for the tokens of the step that trained ``group``; ``None`` if that is not
-        recorded."""
+        """Return the learner's results for the tokens of the step that trained the group with the number ``group``;
+        ``None`` if they are not recorded."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._translated_errors():
             return decode_token_results(rows[0][0]) if rows else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
-        """Return up to ``limit`` episodes before ``key`` (``None``: the last ones), newest first, with their turns."""
+        """Return up to ``limit`` episodes that come before ``key`` in the order of groups and positions, the last of
+        them first, with their turns. ``None`` as ``key`` begins at the end of the ledger."""
         at = (2**62, 0) if key is None else tuple(key)
         keys = self._all(
             "SELECT group_number, position FROM episodes WHERE (group_number, position) < (?, ?)"
@@ -197,12 +211,13 @@ class Browser:
         return [episode for episode in found if episode is not None]
 
     def conservation(self) -> Conservation:
-        """Count all units at one moment and return the counts."""
+        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
         with self._translated_errors(), self._one_snapshot():
             return self._books.conservation()
 
     def lengths(self) -> Lengths:
-        """Return the lengths of the episodes of all groups that were trained or dropped, and of the trained ones."""
+        """Return the lengths, in sampled tokens, of the episodes of all groups that were trained or dropped, and those
+        of the trained episodes."""
         with self._translated_errors(), self._one_snapshot():
             return self._books.lengths()
 
@@ -211,7 +226,8 @@ class Browser:
         return int(self._all("SELECT count(*) FROM (SELECT DISTINCT group_number, position FROM parts)")[0][0])
 
     def notes(self) -> list[tuple[str, str, float]]:
-        """Return the kind, the detail and the time of the last hundred notes, oldest first."""
+        """Return the kind, the detail and the Unix time in seconds of the last hundred notes about events of the run,
+        oldest first."""
         return self._all("SELECT kind, detail, at_s FROM notes ORDER BY id DESC LIMIT 100")[::-1]
 
     def close(self) -> None:
@@ -220,7 +236,8 @@ class Browser:
             self._db.close()
 
     def _refuse_other_format(self) -> None:
-        """Refuse a file that is not a ledger of the format that this program reads."""
+        """Raise :class:`~headrace.base.errors.LedgerError` if the file is not a ledger, or has another format than the
+        one that this program reads."""
         version, known = schema_version(self._db), len(steps())
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
@@ -232,6 +249,7 @@ class Browser:
             )
 
     def _all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:
+        """Return all rows that ``query`` selects with ``values`` for its parameters."""
         with self._translated_errors():
             return self._db.execute(query, values).fetchall()
 
@@ -246,8 +264,8 @@ class Browser:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Raise every error of the database as a :class:`~headrace.base.errors.LedgerError`, with one query at a
-        time."""
+        """Hold the lock, so that one query runs at a time, and raise every error of the database or of decoding in the
+        body as a :class:`~headrace.base.errors.LedgerError`."""
         try:
             with self._one_at_a_time:
                 yield
@@ -260,8 +278,9 @@ class Browser:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a read-only connection. A file that no process writes, or whose shared-memory index cannot be created, is
-    opened as immutable, which creates no files beside it."""
+    """Return a read-only connection to the SQLite file ``path``. A file that no process writes, or whose shared-memory
+    index cannot be created, is opened as immutable, which creates no files beside it. Raises ``sqlite3.Error`` if it
+    cannot be opened or its end is missing."""
     modes = ("mode=ro&immutable=1",) if not is_written(path) else ("mode=ro", "mode=ro&immutable=1")
     failure: sqlite3.Error | None = None
     for mode in modes:
@@ -291,7 +310,8 @@ def is_written(path: Path) -> bool:
 
 
 def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
-    """Return the SQL condition of a query, and the values of its parameters."""
+    """Return the SQL clause for the conditions of ``query``, empty if there are none, and the values of its
+    parameters."""
     clauses: list[str] = []
     values: list[Any] = []
     if query.status is not None:
@@ -309,6 +329,8 @@ def _where(query: EpisodeQuery) -> tuple[str, list[Any]]:
 
 
 def _row(row: Sequence[Any]) -> EpisodeRow:
+    """Return a selected row of the database as a record: the columns of ``_ROW``, of which the last holds the
+    components of the reward as JSON."""
     *values, parts = row
     names = EpisodeRow.__struct_fields__[:-1]
     return EpisodeRow(**dict(zip(names, values, strict=True)), parts=json.loads(parts))

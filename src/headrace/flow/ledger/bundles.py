@@ -1,4 +1,5 @@
-"""Encoding and decoding of bundles: episodes that ended together, stored column by column.
+"""Encoding and decoding of bundles: episodes that ended together, whose turns are stored column by column in the
+ledger. An *entry* is the index of an episode in its bundle.
 
 Shape legend: E episodes, K turns of these episodes, N tokens of these turns, one after the other.
 """
@@ -20,13 +21,13 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
-"""Greatest number of tokens in a bundle, unless a single episode has more. To read one episode means to read its
-bundle."""
+"""Greatest number of tokens in a bundle, unless a single episode has more. It is limited because reading one episode
+means reading its whole bundle."""
 _LATEST = np.iinfo(np.int32).max
 
 
 class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The rare fields of a turn and of its tokens, which most turns do not have."""
+    """The fields of a turn and of its tokens that most turns do not have. They are stored only for turns that do."""
 
     context_routing: Routing | None = None
     failed: bool = False
@@ -46,12 +47,15 @@ _NO_MORE = _More()
 
 
 class _Bundle(msgspec.Struct, frozen=True, array_like=True):
+    """The stored form of a bundle: one column for each field of its turns and tokens."""
+
     turns_E: list[int]
     """Number of turns of each episode."""
     lengths_K: list[int]
     """Number of tokens of each turn."""
     authors_K: list[str]
     parents_K: list[int | None]
+    """The index within its episode of the turn that each turn continues; ``None`` for a root."""
     stops_K: list[StopReason | None]
     ids_N: IntColumn
     logprobs_N: FloatColumn
@@ -76,7 +80,7 @@ class Sampled:
 
 
 def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]]:
-    """Yield ``episodes`` in order, one bundle at a time."""
+    """Yield ``episodes`` in order, in runs that each become one bundle."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
         size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
@@ -89,7 +93,8 @@ def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]
 
 
 def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
-    """Return the encoded bundle of ``episodes``, and the token counts of each episode."""
+    """Return ``episodes`` as the bytes of one bundle, and for each episode the number and the versions of its sampled
+    tokens."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
     more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
@@ -108,8 +113,8 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
 
 
 def decode_entry(data: bytes, entry: int) -> list[Turn]:
-    """Return the turns of the episode with index ``entry`` in the bundle. Raises ``msgspec.MsgspecError`` if ``data``
-    is not a valid bundle or the index does not exist."""
+    """Return the turns of the episode with the index ``entry`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
+    if ``data`` is not a valid bundle or the index does not exist."""
     try:
         bundle: _Bundle = _CODEC.decode(data)
         if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
@@ -127,7 +132,8 @@ def decode_entry(data: bytes, entry: int) -> list[Turn]:
 
 
 def _more(turn: Turn) -> _More:
-    """Return the rare fields of a turn; ``_NO_MORE`` if it has none."""
+    """Return those fields of a turn that most turns do not have; the object ``_NO_MORE`` if this turn has none of them
+    either."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
@@ -150,7 +156,8 @@ def _more(turn: Turn) -> _More:
 
 
 def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
-    """Return the turn at index ``place`` of a bundle, whose tokens are those at ``at``."""
+    """Return the turn with the index ``place`` among the turns of a bundle. Its tokens are those in the slice ``at`` of
+    the bundle's tokens. Raises ``ValueError`` if the bundle does not have them."""
     if at.stop > len(bundle.ids_N):
         raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
     more = bundle.more.get(place, _NO_MORE)
@@ -179,8 +186,8 @@ def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
 
 
 def _sampled(bundle: _Bundle) -> list[Sampled]:
-    """Return the counts and versions of all episodes at once; they equal :meth:`EpisodeGraph.num_sampled` and
-    :meth:`EpisodeGraph.versions` of each."""
+    """Return, for each episode of a bundle, the number and the versions of its sampled tokens, computed for all at
+    once. They equal :attr:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions`."""
     ends_K = np.cumsum([0, *bundle.lengths_K])
     bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
     versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place

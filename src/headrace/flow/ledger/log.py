@@ -1,8 +1,9 @@
 """A check that the write-ahead log of a SQLite file is complete.
 
-SQLite reads a log up to the first frame that does not match its checksum and silently ignores the rest. That is right
-after a kill, which leaves at most a transaction that was never committed, and wrong if a bit has flipped in the middle.
-The format is that of https://www.sqlite.org/fileformat2.html#walformat.
+The log is a header and a sequence of *frames*, each with one page of the database and a cumulative checksum. SQLite
+reads it up to the first frame that does not match its checksum, and silently ignores the rest. That is right after a
+kill, which leaves at most a transaction that was never committed, and wrong if a bit has flipped in the middle. The
+format is that of https://www.sqlite.org/fileformat2.html#walformat.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from headrace.base.errors import LedgerError
 
 _HEADER_BYTES, _FRAME_HEADER_BYTES = 32, 24
 _MAGIC = 0x377F0682
-"""Magic number of the log. Its lowest bit is 1 if the checksums read words of four bytes as big-endian."""
+"""The magic number of the log. Its lowest bit is 1 if the checksums read words of four bytes as big-endian."""
 _WORD = 0xFFFFFFFF
 _Matrix = tuple[int, int, int, int]
 _FRAMES_AT_ONCE = 256
 
 
 def refuse_damaged_log(database: Path) -> None:
-    """Raise :class:`~headrace.base.errors.LedgerError` if committed transactions follow a damaged frame of the log.
+    """Raise :class:`~headrace.base.errors.LedgerError` if committed transactions follow a damaged frame in the
+    write-ahead log of the SQLite file ``database``.
 
     No process may have the database open. A log that was last written before this machine started is accepted, because
     a power failure may have truncated it: SQLite reads as much of it as is valid.
@@ -51,15 +53,16 @@ def refuse_damaged_log(database: Path) -> None:
 
 
 def database_page_bytes(database: Path) -> int:
-    """Return the page size of a SQLite file, in bytes."""
+    """Return the page size of the SQLite file ``database``, in bytes, from its header."""
     with database.open("rb") as file:
         found = int.from_bytes(file.read(18)[16:18], "big")
     return found if 512 <= found <= 32768 and not found & (found - 1) else 65536
 
 
 def _whole_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
-    """Return how many frames match their checksums, counted from the first one. ``file`` must be positioned after the
-    header."""
+    """Return how many frames of the log, counted from the first one, match their checksums; 0 if the header itself does
+    not. ``header`` is the log's header, ``file`` the log, positioned after it, and ``page_bytes`` the page size of the
+    database."""
     magic, _, stated_bytes, *_ = struct.unpack(">6I", header[:24])
     order = ">" if magic & 1 else "<"
     sums = _add((0, 0), _shares(np.frombuffer(header[:24], f"{order}u4").reshape(1, -1))[0], 3)
@@ -81,8 +84,9 @@ def _whole_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
 
 def _holds_commit(header: bytes, file: BinaryIO, whole: int, frame_bytes: int) -> bool:
     """Return whether a frame after the first ``whole`` ones ends a transaction of the same generation of the log.
+    ``frame_bytes`` is the size of a frame.
 
-    Frames of the generation before, which the log has not overwritten yet, differ from it in both salts.
+    Frames of the generation before, which the log has not overwritten yet, differ from it in both salts of the header.
     """
     salts = struct.unpack(">2I", header[16:24])
     file.seek(_HEADER_BYTES + whole * frame_bytes)
@@ -101,7 +105,7 @@ _N: _Matrix = (1, 0, 1, 1)
 
 
 def _times(a: _Matrix, b: _Matrix) -> _Matrix:
-    """Return the product of two 2×2 matrices modulo 2³²."""
+    """Return the product of two 2×2 matrices modulo 2³²; a matrix is a tuple of its entries, row by row."""
     return (
         (a[0] * b[0] + a[1] * b[2]) & _WORD,
         (a[0] * b[1] + a[1] * b[3]) & _WORD,
@@ -112,7 +116,7 @@ def _times(a: _Matrix, b: _Matrix) -> _Matrix:
 
 @cache
 def _powers(count: int) -> list[_Matrix]:
-    """Return M to the powers 0 to ``count``."""
+    """Return the powers 0 to ``count`` of the matrix M that one pair of words applies to the checksum."""
     found: list[_Matrix] = [(1, 0, 0, 1)]
     for _ in range(count):
         found.append(_times(_M, found[-1]))
@@ -120,7 +124,8 @@ def _powers(count: int) -> list[_Matrix]:
 
 
 def _shares(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-    """Return what the words of each row add to the checksum, as one pair for each row."""
+    """Return, for each row of ``words`` (the checked words of one frame), the pair of numbers by which they change the
+    checksum, independently of the checksum before."""
     pairs = words.shape[1] // 2
     weights = np.array([_times(power, _N) for power in reversed(_powers(pairs)[:pairs])], np.uint32)
     own = words.astype(np.uint32)
@@ -130,7 +135,8 @@ def _shares(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
 
 
 def _add(sums: tuple[int, int], share: npt.NDArray[np.uint32], pairs: int) -> tuple[int, int]:
-    """Return the checksum after ``pairs`` more pairs of words, which add ``share``."""
+    """Return the checksum after ``pairs`` more pairs of words. ``sums`` is the checksum before, and ``share`` is what
+    these words add, from :func:`_shares`."""
     power = _powers(pairs)[pairs]
     first = power[0] * sums[0] + power[1] * sums[1] + int(share[0])
     second = power[2] * sums[0] + power[3] * sums[1] + int(share[1])

@@ -1,4 +1,5 @@
-"""Functions that create the ledger of a run and find it again."""
+"""Functions that create the ledger of a run and find it again. The ledger is the durable record of a run; it is kept in
+the run directory, in memory or on a Redis server."""
 
 from __future__ import annotations
 
@@ -17,15 +18,16 @@ from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 LOCK_FILE = "lock"
 """Name of the lock file of a run directory, which the process of the run keeps locked as long as it lives."""
 SQLITE_FILE = "ledger.sqlite"
+"""Name of the ledger's file in a run directory."""
 REDIS_FILE = "ledger.redis"
-"""Name of the file that says where a run on a Redis server keeps its ledger. Its lines are the URL, the name of the
-ledger and, if there is one, the environment variable of the password. The name is random for each new run, so that
-another directory with the same path does not use the same ledger."""
+"""Name of the file in a run directory that says where a run on a Redis server keeps its ledger. Its lines are the URL,
+the name of the ledger and, if there is one, the environment variable of the password. The name is random for each new
+run, so that another directory with the same path does not use the same ledger."""
 
 
 def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Open the run's SQLite ledger, and create it if there is none. Raises an error if its write-ahead log is
-    damaged."""
+    """Return the SQLite ledger of the run in ``run_dir``, which is created if there is none. Raises
+    :class:`~headrace.base.errors.LedgerError` if its write-ahead log is damaged."""
     path = run_dir / SQLITE_FILE
     refuse_damaged_log(path)
     return SqliteLedger(
@@ -34,12 +36,13 @@ def _sqlite(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def _memory(config: FlowConfig, run_dir: Path) -> Ledger:
+    """Return a new ledger in memory, which ends with the process; ``run_dir`` is not used."""
     return SqliteLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
 def _redis(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Open the ledger on a Redis server under the name that the run directory holds, and write that name for a new
-    run."""
+    """Return the ledger on the Redis server of the settings, under the name that a file in ``run_dir`` holds. For a new
+    run, choose a name and write that file."""
     from headrace.flow.ledger.redis import RedisLedger
 
     file = run_dir / REDIS_FILE
@@ -59,14 +62,15 @@ LEDGERS: dict[str, Callable[[FlowConfig, Path], Ledger]] = {"sqlite": _sqlite, "
 
 
 def has_ledger(run_dir: Path) -> bool:
-    """Return whether a run in ``run_dir`` has a ledger that outlives the process."""
+    """Return whether ``run_dir`` has a ledger that outlives the process: a SQLite file, or the file that names one on a
+    Redis server."""
     return (run_dir / SQLITE_FILE).exists() or (run_dir / REDIS_FILE).exists()
 
 
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return the ledger of the run in ``run_dir``: the existing one, or a new one. Raises
-    :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the ledger
-    cannot be used."""
+    """Return the ledger of the run in ``run_dir`` for writing: the existing one, or a new one as the settings say.
+    Raises :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the
+    ledger cannot be used."""
     for kind, file in (("sqlite", SQLITE_FILE), ("redis", REDIS_FILE)):
         if (run_dir / file).exists() and kind != config.ledger:
             raise LedgerError(
@@ -77,9 +81,9 @@ def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
 
 
 def open_ledger(run_dir: Path) -> Ledger:
-    """Open the ledger of the run in ``run_dir`` for reading, and check every row against its checksum.
+    """Return the existing ledger of the run in ``run_dir`` for reading, after checking every row against its checksum.
 
-    Raises :class:`~headrace.base.errors.LedgerError` where there is none, or it is damaged.
+    Raises :class:`~headrace.base.errors.LedgerError` if there is none, or it is damaged.
     """
     if (run_dir / REDIS_FILE).exists():
         from headrace.flow.ledger.redis import RedisLedger
@@ -93,8 +97,8 @@ def open_ledger(run_dir: Path) -> Ledger:
 
 
 def is_held(run_dir: Path) -> bool:
-    """Return whether a process of this machine holds the lock of the run in ``run_dir``, as its controller does from
-    its start to its end, also while it is stopped."""
+    """Return whether a run is in progress in ``run_dir``: whether a process of this machine holds the lock of the
+    directory. The controller holds it from its start to its end, also while it is suspended."""
     try:
         descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
     except OSError:

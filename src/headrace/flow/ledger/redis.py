@@ -4,9 +4,10 @@ The stream is the ledger. Every operation is one entry, appended by a script tha
 is the one that the writer expects. So an operation that was sent twice because a reply was lost is recorded once; a
 second run on the same stream is detected by the first operation of either run; and a server that restarted with fewer
 entries is detected by the next operation. A process that opens the stream reads it from the beginning into a temporary
-SQLite file of its own, and answers all questions from that file.
+SQLite file of its own, the *index*, and answers all questions from that file.
 
-The entries have the ids ``1-0``, ``2-0``, ... without a gap.
+The entries have the ids ``1-0``, ``2-0``, ... without a gap. A *decided* episode is one whose group was trained or
+dropped.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ from headrace.flow.ledger.sqlite import UNNAMED, SqliteLedger
 
 
 def redis_package(setting: str) -> Any:
-    """Import and return the package ``redis``. Raises :class:`ConfigError` that names ``setting`` if it is not
-    installed."""
+    """Import and return the package ``redis``. Raises :class:`ConfigError` if it is not installed; ``setting`` names
+    the setting that needs it."""
     try:
         import redis
     except ImportError:
@@ -54,8 +55,8 @@ def redis_package(setting: str) -> Any:
 
 
 def read_password(setting: str, variable: str) -> str | None:
-    """Return the value of the environment variable that ``setting`` names; ``None`` if it names no variable. Raises
-    :class:`ConfigError` if the variable is not set."""
+    """Return the password in the environment variable ``variable``, which the setting ``setting`` names; ``None`` if
+    ``variable`` is empty. Raises :class:`ConfigError` if the variable is not set."""
     if variable and not secret(variable):
         raise ConfigError(
             f"{setting}={variable!r}, and that environment variable is not set",
@@ -65,7 +66,7 @@ def read_password(setting: str, variable: str) -> str | None:
 
 
 def without_password(url: str) -> str:
-    """Return ``url`` without its user name and password.
+    """Return ``url`` without its user name and password, so that it can be shown.
 
     >>> without_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
@@ -77,12 +78,15 @@ def without_password(url: str) -> str:
 T = TypeVar("T")
 
 FORMAT = 1
+"""The version of the format of entries."""
 OUTAGE_S = 60.0
 """Seconds that a server may be unreachable before the run ends."""
 ANSWER_S = 30.0
 """Seconds that one reply may take."""
 FIRST_WAIT_S = 0.05
+"""Seconds before the first repetition of a call to a server that cannot be reached; the wait doubles from then on."""
 LONGEST_WAIT_S = 2.0
+"""The longest wait between two such repetitions, in seconds."""
 PAGE = 256
 """Number of entries that are read at once."""
 
@@ -99,12 +103,13 @@ return 'recorded'
 
 
 def _checksum(kind: bytes, data: bytes) -> bytes:
+    """Return the checksum of an entry over the name of its operation and its encoded fields, as hexadecimal text."""
     return xxhash.xxh3_64_hexdigest(kind + data).encode()
 
 
 class RedisLedger:
-    """The ledger ``name`` on the server at ``url``. It is created if it does not exist, the sizes of the run are given
-    and ``begun`` is false.
+    """A ledger on a Redis server, as a stream of operations. Questions are answered from a local index, a temporary
+    SQLite file with the same operations.
 
     The server must write an append-only file (``appendonly yes``), or a restart would lose the run. With ``appendfsync
     everysec``, the default then, a power failure can lose the last second.
@@ -114,6 +119,14 @@ class RedisLedger:
         self, url: str, name: str, *, group_size: int | None = None, groups_per_step: int | None = None,
         outage_s: float = OUTAGE_S, password_env: str = "", begun: bool = False,
     ) -> None:  # fmt: skip
+        """Open the ledger ``name`` on the server at ``url``, and read all of its entries. It is created if it does not
+        exist, both sizes are given and ``begun`` is false.
+
+        ``group_size`` and ``groups_per_step`` are the sizes of this run, which must equal those of the ledger; ``None``
+        accepts any. ``outage_s`` is how long, in seconds, the server may be unreachable. ``password_env`` names the
+        environment variable of the password; empty if the server needs none. ``begun`` says that the run has a ledger
+        already.
+        """
         self._redis = redis_package("flow.ledger='redis'")
         self._description = f"{name} at {without_password(url)}"
         self._stream, self._meta = f"headrace:{name}:operations", f"headrace:{name}:meta"
@@ -144,50 +157,60 @@ class RedisLedger:
 
     @classmethod
     def open(cls, url: str, name: str, password_env: str = "") -> RedisLedger:
-        """Open an existing ledger for reading. Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
+        """Return an existing ledger for reading. ``password_env`` names the environment variable of the password.
+        Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
         return cls(url, name, password_env=password_env)
 
     def apply(self, *operations: Operation) -> None:
-        """Apply operations to the index, and append each to the stream of the server."""
+        """Record operations: apply each to the local index, and append it to the stream on the server."""
         for operation in operations:
             with self._one_at_a_time:
                 self._index.apply(operation)  # an invalid operation is rejected before the server gets it
                 self._record(operation)
 
     def roll_back(self, step: int) -> ResumeState:
-        """Return to the state before ``step``, and record that."""
+        """Return to the state of the checkpoint at ``step``, and record that in the stream. Return the groups with
+        which the run continues."""
         with self._one_at_a_time:
             resumed = self._index.roll_back(step)
             self._record(RollBack(step=step))
             return resumed
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
+        """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
         return self._index.episodes(number)
 
     def conservation(self) -> Conservation:
+        """Return the counts of groups, episodes and tokens by what became of them."""
         return self._index.conservation()
 
     def ages(self) -> dict[int, int]:
+        """Return the number of trained tokens by age, in versions."""
         return self._index.ages()
 
     def lengths(self) -> Lengths:
+        """Return the lengths, in sampled tokens, of the decided episodes and of the trained ones."""
         return self._index.lengths()
 
     def attempts(self, first: int) -> list[GroupAttempt]:
+        """Return the groups from number ``first`` on, with the rewards of their episodes."""
         return self._index.attempts(first)
 
     def steps(self) -> dict[int, tuple[int, ...]]:
+        """Return the numbers of the groups that each step trained, by step."""
         return self._index.steps()
 
     def checksums(self) -> dict[int, str]:
+        """Return the checksum of the weights of every committed version, by version."""
         return self._index.checksums()
 
     def notes(self) -> list[tuple[str, str, float]]:
+        """Return the kind, the detail and the Unix time in seconds of every note, oldest first."""
         return self._index.notes()
 
     def persist(self) -> None:
-        """Wait until the server has synced its file. Before Redis 7.2 there is no such command, and the file is synced
-        every second."""
+        """Wait until the server has synced its append-only file to the disk. Redis before 7.2 has no such command and
+        syncs the file every second; then do not wait."""
         try:
             self._call_with_retry(lambda: self._server.execute_command("WAITAOF", 1, 0, int(1e3 * ANSWER_S)))
         except LedgerError as error:
@@ -195,13 +218,14 @@ class RedisLedger:
                 raise
 
     def close(self) -> None:
+        """Close the connection and the local index; a call that waits for the server gives up."""
         self._closed.set()
         self._index.close()
         self._server.close()
 
     def _record(self, operation: Operation | RollBack) -> None:
-        """Append an operation to the stream. Raises :class:`~headrace.base.errors.LedgerError` if the stream has lost
-        operations or has another writer."""
+        """Append one operation to the stream as its next entry. Raises :class:`~headrace.base.errors.LedgerError` if
+        the stream has lost operations, or another run has written to it."""
         kind, data = encode_operation(operation)
         number = self._number + 1
         reply = self._call_with_retry(
@@ -222,7 +246,7 @@ class RedisLedger:
         self._number = number
 
     def _read_new_entries(self) -> None:
-        """Read the entries of the stream that the local index does not have yet."""
+        """Read the entries of the stream that the local index does not have yet, and apply them to it."""
         while True:
             begin = f"({self._number}-0" if self._number else "-"
             entries = self._call_with_retry(partial(self._server.xrange, self._stream, min=begin, count=PAGE))
@@ -232,7 +256,8 @@ class RedisLedger:
                 return
 
     def _apply_entry(self, number: int, fields: dict[bytes, bytes]) -> None:
-        """Apply an entry of the stream to the local index, after checking its number and its checksum."""
+        """Apply the entry ``number`` of the stream, with its ``fields`` by name, to the local index. Raises
+        :class:`~headrace.base.errors.LedgerError` if it is not the next entry, or does not match its checksum."""
         try:
             if number != self._number + 1:
                 raise msgspec.ValidationError(f"entry {self._number + 1} is missing")
@@ -257,8 +282,9 @@ class RedisLedger:
             )
 
     def _sizes(self, group_size: int | None, groups_per_step: int | None, *, begin: bool) -> dict[str, int]:
-        """Return the sizes of groups and steps that the ledger was created with, and refuse others. With ``begin``, a
-        new ledger is created."""
+        """Return the ``group_size`` and ``groups_per_step`` with which the ledger was created. Raises
+        :class:`~headrace.base.errors.LedgerError` if the given ones differ; ``None`` accepts any. With ``begin``, a
+        ledger that does not exist is created."""
         given = {"group_size": group_size, "groups_per_step": groups_per_step}
         new = {"format": FORMAT, **{key: value for key, value in given.items() if value is not None}}
         if begin and len(new) == 3:
@@ -284,7 +310,9 @@ class RedisLedger:
         return {key: found[key] for key in given}
 
     def _call_with_retry(self, call: Callable[[], T]) -> Any:
-        """Call ``call`` until the server answers, for at most ``outage_s`` seconds, and return the answer."""
+        """Return the result of ``call``, which asks the server. While the server cannot be reached, repeat it, for at
+        most ``outage_s`` seconds in all. Raises :class:`~headrace.base.errors.LedgerError` after that, and for any
+        other error."""
         clock, wait_s = RealClock(), FIRST_WAIT_S
         start_s = clock.now()
         errors = self._redis.exceptions
@@ -308,7 +336,7 @@ class RedisLedger:
 
 
 class RollBack(msgspec.Struct, frozen=True, kw_only=True):
-    """The entry that records that the run continued from a checkpoint at ``step``."""
+    """The operation that records that the run continued from a checkpoint, whose first step to repeat is ``step``."""
 
     step: int
 
@@ -318,13 +346,14 @@ _CODECS = {kind.__name__.encode(): MessageCodec(kind) for kind in _KINDS}
 
 
 def encode_operation(operation: Operation | RollBack) -> tuple[bytes, bytes]:
-    """Return the name of the kind of ``operation``, and its encoded fields."""
+    """Return the name of the kind of ``operation``, and its fields as MessagePack: the two data fields of an entry."""
     kind = type(operation).__name__.encode()
     return kind, _CODECS[kind].encode(operation)
 
 
 def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
-    """Return the decoded operation. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
+    """Return the operation that an entry holds. ``kind`` is the name of its class, ``data`` its encoded fields. Raises
+    ``msgspec.MsgspecError`` if they are not valid."""
     codec = _CODECS.get(kind)
     if codec is None:
         raise msgspec.ValidationError(f"unknown operation {kind!r}: a newer version of headrace wrote it")
@@ -333,8 +362,9 @@ def decode_operation(kind: bytes, data: bytes) -> Operation | RollBack:
 
 
 def replay(index: SqliteLedger, kind: bytes, data: bytes) -> None:
-    """Apply one encoded operation to ``index``. Raises ``msgspec.MsgspecError`` if ``data`` is not valid and
-    :class:`~headrace.base.errors.LedgerError` if the operation is impossible; ``index`` is unchanged then."""
+    """Apply one encoded operation to ``index``, the local copy of the ledger. Raises ``msgspec.MsgspecError`` if
+    ``data`` is not valid, and :class:`~headrace.base.errors.LedgerError` if the operation is impossible; ``index`` is
+    unchanged then."""
     operation = decode_operation(kind, data)
     try:
         if isinstance(operation, RollBack):

@@ -29,23 +29,27 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "notes": ("id", "kind", "detail", "at_s"),
     "meta": ("key", "value"),
 }
-"""The columns of each table that its checksum covers: all but the checksum. The first column identifies the row."""
+"""The columns of each table that its checksum covers: all columns but the checksum itself. The first column identifies
+the row."""
 _SCHEMA = "schema"
 """The key of the checksum of the schema in the table ``meta``."""
 
 
 def checksum_rows(db: sqlite3.Connection) -> None:
-    """Register the SQL function ``row_checksum(...)`` with ``db``. Call this before any statement that writes."""
+    """Make the SQL function ``row_checksum(...)`` available in ``db``. It must be called before any statement that
+    writes."""
     db.create_function("row_checksum", -1, _row_checksum, deterministic=True)
 
 
 def _row_checksum(*values: int | float | str | bytes | None) -> bytes:
+    """Return the checksum of the values of one row, eight bytes: the SQL function ``row_checksum``."""
     return xxhash.xxh3_64_digest(msgspec.msgpack.encode(values))
 
 
 @cache
 def insert(table: str, *, otherwise: str = "") -> str:
-    """Return the statement that writes one row with its checksum; its parameters are all of :data:`COLUMNS`.
+    """Return the SQL statement that writes one row of ``table`` with its checksum; its parameters are all columns in
+    :data:`COLUMNS`.
 
     Numbers of REAL columns must be given as floats, because the checksum covers the values as given. ``otherwise`` is a
     conflict clause such as ``"OR REPLACE"``.
@@ -67,26 +71,28 @@ def insert(table: str, *, otherwise: str = "") -> str:
 
 @cache
 def seal_rows(table: str, where: str = "") -> str:
-    """Return the statement that computes the checksums of rows again after other columns were updated."""
+    """Return the SQL statement that computes the checksums of rows of ``table`` again, after other columns were
+    updated. ``where`` is the condition that selects the rows; empty for all of them."""
     columns = ", ".join(COLUMNS[table])
     return f"UPDATE {table} SET row_checksum = row_checksum({columns})" + (f" WHERE {where}" if where else "")
 
 
 def next_id(db: sqlite3.Connection, table: str) -> int:
-    """Return the ``id`` of the next row of ``table``. It is set explicitly, because the checksum covers it."""
+    """Return the ``id`` for the next row of ``table``. The program sets it, instead of SQLite, because the row's
+    checksum covers it."""
     return int(db.execute(f"SELECT coalesce(max(id), 0) + 1 FROM {table}").fetchone()[0])
 
 
 def seal_all(db: sqlite3.Connection) -> None:
-    """Write the checksums of all rows and of the schema, after a migration."""
+    """Write the checksums of all rows and of the schema. A migration ends with this."""
     for table in COLUMNS:
         db.execute(seal_rows(table))
     db.execute(insert("meta", otherwise="OR REPLACE"), (_SCHEMA, _schema(db)))
 
 
 def damage(db: sqlite3.Connection) -> str:
-    """Return a description of the rows, or of the schema, that have changed since they were written; empty if none
-    have."""
+    """Return a description of the rows of ``db``, or of the change of its schema, that do not match their checksums;
+    empty if all match."""
     found = [_changed_rows(db, table) for table in COLUMNS]
     sealed = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
     if sealed is None or sealed[0] != _schema(db):
@@ -112,7 +118,7 @@ def _changed_rows(db: sqlite3.Connection, table: str) -> str:
 
 
 def _schema(db: sqlite3.Connection) -> str:
-    """Return a hash of the tables and indexes of a database."""
+    """Return a hash of the definitions of all tables and indexes of a database."""
     rows: Sequence[tuple[str, ...]] = db.execute(
         "SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_schema ORDER BY type, name"
     ).fetchall()

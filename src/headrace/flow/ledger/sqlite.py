@@ -1,4 +1,6 @@
-"""The ledger in one SQLite file with a write-ahead log, so that a killed process loses no committed transaction."""
+"""The ledger in one SQLite file with a write-ahead log, so that a killed process loses no committed transaction. The
+ledger records what became of every group of attempts at a task, of every episode and of every token. A *decided*
+episode is one whose group was trained or dropped."""
 
 from __future__ import annotations
 
@@ -25,12 +27,13 @@ from headrace.flow.ledger.writing import Writing
 T = TypeVar("T")
 
 IN_MEMORY = ":memory:"
+"""The path that stands for a database in memory."""
 UNNAMED = ""
 """The path of a temporary file that no other process sees and that is deleted when it is closed."""
 CLOSE_S = 1.0
 """Seconds that :meth:`SqliteLedger.close` waits for a thread that uses the database."""
 COPY_BYTES = 4 << 20
-"""The log is copied into the database each time it has grown by about this many bytes."""
+"""The write-ahead log is copied into the database each time it has grown by about this many bytes."""
 ADOPTED = "the rows of this ledger were given checksums as they were found"
 """The text of the note about a ledger that an older program, without checksums, has started."""
 _TRANSACTION_BYTES = 16 << 10
@@ -38,14 +41,16 @@ _TRANSACTION_BYTES = 16 << 10
 
 
 class SqliteLedger:
-    """A ledger in the SQLite file ``path``, or in memory (:data:`IN_MEMORY`), or in a temporary file (:data:`UNNAMED`).
-
-    ``group_size`` and ``groups_per_step`` are stored in a new ledger. A ledger with other sizes is refused, because its
-    groups would not match those of this run. ``checked`` reads an existing file completely and compares every row with
-    its checksum, so that damage is found now instead of at a later step.
-    """
+    """A ledger in an SQLite file, in memory (:data:`IN_MEMORY`), or in a temporary file (:data:`UNNAMED`). One thread
+    may write while another asks."""
 
     def __init__(self, path: Path | str, *, group_size: int, groups_per_step: int, checked: bool = False) -> None:
+        """Open the ledger at ``path``, or create it.
+
+        ``group_size`` and ``groups_per_step`` are stored in a new ledger. A ledger with other sizes is refused, because
+        its groups would not match those of this run. ``checked`` reads an existing file completely and compares every
+        row with its checksum, so that damage is found now instead of at a later step.
+        """
         self._path = path
         self._one_at_a_time = threading.RLock()  # a writer's thread records while another counts
         self._uncopied_bytes = 0
@@ -70,8 +75,8 @@ class SqliteLedger:
 
     @classmethod
     def open(cls, path: Path, *, checked: bool = False) -> SqliteLedger:
-        """Open an existing ledger for reading or resuming. Raises :class:`~headrace.base.errors.LedgerError` if there
-        is none."""
+        """Return an existing ledger for reading or resuming, with the sizes that it was created with. ``checked``
+        compares every row with its checksum. Raises :class:`~headrace.base.errors.LedgerError` if there is none."""
         if not path.is_file():
             raise LedgerError(f"no ledger at {path}", remedy="give the directory of a run")
         try:
@@ -85,7 +90,8 @@ class SqliteLedger:
         return cls(path, group_size=group_size, groups_per_step=groups_per_step, checked=checked)
 
     def apply(self, *operations: Operation) -> None:
-        """Write operations in one transaction. When enough was written, the log is copied to the database file."""
+        """Record operations in one transaction. When enough was written, the write-ahead log is copied into the
+        database file."""
         with self._explained("written"):
             with self._transaction():
                 writing = Writing(self._db)
@@ -97,8 +103,8 @@ class SqliteLedger:
                 self._copy_log()
 
     def roll_back(self, step: int) -> ResumeState:
-        """Return to the state before ``step``: groups trained by it or later wait to be trained again, unfinished ones
-        to be sampled again. Return what the flow needs to continue."""
+        """Return to the state of the checkpoint before ``step``: groups of this step and later ones wait to be trained
+        again, unfinished ones to be sampled again. Return the groups and counts with which the flow continues."""
         with self._explained("rolled back"), self._transaction():
             self._db.execute(
                 "UPDATE groups SET state = ? WHERE step >= ? AND state != ?",
@@ -132,7 +138,7 @@ class SqliteLedger:
             )  # fmt: skip
 
     def episodes(self, number: int) -> list[EpisodeGraph]:
-        """Return the episodes of group ``number``, in the order of their places."""
+        """Return the episodes of the group ``number`` that have ended, in the order of their positions."""
         with self._explained("read"):
             rows = self._db.execute(
                 "SELECT position, status, cause, reward, reward_parts, agent_rewards, turns, entry"
@@ -153,7 +159,7 @@ class SqliteLedger:
             ]
 
     def _partial_turns(self, number: int) -> list[TokenChunk]:
-        """Return the recorded parts of turns that were running in a group, joined turn by turn."""
+        """Return the recorded tokens of turns of the group ``number`` that had not ended, one chunk for each turn."""
         rows = self._db.execute(
             "SELECT position, turn, prompt, tokens FROM parts WHERE group_number = ? ORDER BY position, turn, id",
             (number,),
@@ -167,19 +173,23 @@ class SqliteLedger:
         ]
 
     def conservation(self) -> Conservation:
+        """Return the counts of groups, episodes and tokens by what became of them, all counted at one moment."""
         return self._read(self._books.conservation)
 
     def ages(self) -> dict[int, int]:
+        """Return the number of trained tokens by age, in versions."""
         return self._read(self._books.ages)
 
     def lengths(self) -> Lengths:
+        """Return the lengths, in sampled tokens, of the decided episodes and of the trained ones."""
         return self._read(self._books.lengths)
 
     def attempts(self, first: int) -> list[GroupAttempt]:
+        """Return the groups from number ``first`` on, with the rewards of their episodes."""
         return self._read(lambda: self._books.attempts(first))
 
     def steps(self) -> dict[int, tuple[int, ...]]:
-        """Return the numbers of the groups that each step trained."""
+        """Return the numbers of the groups that each step trained, by step."""
         found: dict[int, tuple[int, ...]] = {}
         query = "SELECT step, number FROM steps JOIN groups USING (step) ORDER BY step, number"
         for step, number in self._rows(query):
@@ -187,12 +197,16 @@ class SqliteLedger:
         return found
 
     def checksums(self) -> dict[int, str]:
+        """Return the checksum of the weights of every committed version, by version."""
         return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))
 
     def notes(self) -> list[tuple[str, str, float]]:
+        """Return the kind, the detail and the Unix time in seconds of every note, oldest first."""
         return self._rows("SELECT kind, detail, at_s FROM notes ORDER BY id")
 
     def persist(self) -> None:
+        """Copy the write-ahead log into the database file and sync both to the disk, so that all operations survive a
+        power failure."""
         with self._explained("flushed"):
             self._db.execute("PRAGMA wal_checkpoint(FULL)")
 
@@ -206,7 +220,8 @@ class SqliteLedger:
         # otherwise a writer's thread hangs in the database, which closes when the process ends
 
     def _copy_log(self) -> None:
-        """Ask for a copy of the write-ahead log into the database file, which a thread makes."""
+        """Request a copy of the write-ahead log into the database file, which a thread makes. A ledger without a file
+        needs none."""
         self._uncopied_bytes = 0
         if isinstance(self._path, str):
             return  # a ledger without a file has no log
@@ -216,15 +231,19 @@ class SqliteLedger:
         self._copier.request()
 
     def _read(self, figure: Callable[[], T]) -> T:
+        """Return the result of ``figure``, which runs several queries that must all see the same moment, even while
+        another thread writes."""
         with self._explained("read"), self._transaction("DEFERRED"):  # a snapshot, even while another thread writes
             return figure()
 
     def _rows(self, query: str) -> list[Any]:
+        """Return all rows that ``query`` selects."""
         with self._explained("read"):
             return self._db.execute(query).fetchall()
 
     def _check_pages(self) -> None:
-        """Raise :class:`~headrace.base.errors.LedgerError` if a page of the database is damaged."""
+        """Raise :class:`~headrace.base.errors.LedgerError` if the structure of the database file is damaged, by
+        SQLite's own check."""
         try:
             found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
@@ -235,19 +254,21 @@ class SqliteLedger:
             raise self._damaged(f"{'; '.join(found)}", ", and its write-ahead log does not fix it")
 
     def _check_rows(self) -> None:
+        """Raise :class:`~headrace.base.errors.LedgerError` if a row does not match its checksum."""
         found = damage(self._db)
         if found:
             raise self._damaged(found, "")
 
     def _damaged(self, found: str, why_not_mended: str) -> LedgerError:
-        """Return the error for a damaged ledger. ``found`` is the damage; ``why_not_mended`` continues the sentence."""
+        """Return the error for a damaged ledger. ``found`` describes the damage; ``why_not_mended`` continues the
+        sentence, and may be empty."""
         return LedgerError(
             f"the ledger {self._path} is damaged ({found}){why_not_mended}; {self._last_step()}",
             remedy="restore it from a copy, or start a new run directory from the newest checkpoint (model.path)",
         )
 
     def _last_step(self) -> str:
-        """Return a clause that names the last step which can still be read."""
+        """Return a clause, for an error message, that names the last step which can still be read."""
         try:
             (step,) = self._db.execute("SELECT max(step) FROM steps").fetchone()
         except (sqlite3.DatabaseError, UnicodeDecodeError):
@@ -255,15 +276,17 @@ class SqliteLedger:
         return "it holds no step" if step is None else f"the last step that can be read is {step}"
 
     def _seal(self, before: int) -> None:
-        """Write the checksums of all existing rows, as the last part of a migration from format ``before``."""
+        """Write the checksums of all existing rows, as the last part of a migration. ``before`` is the former version
+        of the schema; 0 for a new ledger. Rows of an older ledger get checksums as they are found, and a note says
+        so."""
         if before:
             detail = f"{ADOPTED}: an older program wrote them, in format {before}"
             self._db.execute(insert("notes"), (next_id(self._db, "notes"), "checksums", detail, 0.0))
         seal_all(self._db)
 
     def _prepare(self, expected: dict[str, int]) -> None:
-        """Record the sizes of the run in a new ledger. Raises :class:`~headrace.base.errors.LedgerError` if it was
-        begun with others."""
+        """Record the sizes ``expected`` (``group_size``, ``groups_per_step``) in a new ledger. Raises
+        :class:`~headrace.base.errors.LedgerError` if an existing one has others."""
         stated = [(key, str(value)) for key, value in expected.items()]
         self._db.executemany(insert("meta", otherwise="OR IGNORE"), stated)
         for key, value in self._db.execute("SELECT key, value FROM meta").fetchall():
@@ -275,7 +298,8 @@ class SqliteLedger:
 
     @contextmanager
     def _transaction(self, kind: str = "IMMEDIATE") -> Iterator[None]:
-        """Run the body in one transaction, which is rolled back if it raises."""
+        """Run the body in one transaction, which is rolled back if the body raises. ``kind`` is SQLite's: IMMEDIATE to
+        write, DEFERRED to read."""
         self._db.execute(f"BEGIN {kind}")
         try:
             yield
@@ -287,7 +311,9 @@ class SqliteLedger:
 
     @contextmanager
     def _explained(self, action: str) -> Iterator[None]:
-        """Hold the lock, and raise every error of the database as a :class:`~headrace.base.errors.LedgerError`."""
+        """Hold the lock while the body runs, and raise every error of the database as a
+        :class:`~headrace.base.errors.LedgerError`, which says that the ledger cannot be ``action`` (such as
+        "opened")."""
         try:
             with self._one_at_a_time:
                 yield
@@ -299,8 +325,8 @@ class SqliteLedger:
 
 
 def steps() -> list[str]:
-    """Return the SQL scripts of the migrations, oldest first. The version of a schema is the number of migrations
-    applied to it."""
+    """Return the SQL scripts of the migrations of the ledger's schema, oldest first. The version of a schema is the
+    number of migrations that were applied to it."""
     found = sorted(
         (entry.name, entry.read_text(encoding="utf-8"))
         for entry in files("headrace.flow.ledger.migrations").iterdir()
@@ -311,15 +337,18 @@ def steps() -> list[str]:
 
 
 def schema_version(db: sqlite3.Connection) -> int:
-    """Return how many migrations were applied to ``db``; 0 for a new one."""
+    """Return the version of the schema of ``db``, which is the number of migrations that were applied to it; 0 for a
+    new database."""
     (version,) = db.execute("PRAGMA user_version").fetchone()
     return int(version)
 
 
 def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -> None:
-    """Apply the migrations that are missing, each in one transaction.
+    """Bring the schema of ``db`` up to date: apply the migrations that are missing, each in one transaction. ``where``
+    is the path of the database, for error messages.
 
-    ``finish`` is called within the last of them, with the number of migrations that the database had before.
+    ``finish`` is called within the last of these transactions, with the number of migrations that the database had
+    before.
 
     Raises :class:`~headrace.base.errors.LedgerError` for a database that a newer program wrote.
     """
@@ -341,15 +370,16 @@ def migrate(db: sqlite3.Connection, where: str, finish: Callable[[int], None]) -
             raise
 
 
-CLOSE_S = 10.0
+COPIER_CLOSE_S = 10.0
 """Seconds that :meth:`LogCopier.close` waits for a running copy; data that is not copied stays in the log."""
 
 
 class LogCopier:
-    """A thread that copies the write-ahead log of the ledger at ``path`` into the database on request, while operations
+    """A thread that copies the write-ahead log of a ledger's file into the database on request, while operations
     continue to be recorded."""
 
     def __init__(self, path: Path) -> None:
+        """Start the thread for the database file ``path``."""
         self._path = path
         self._requested = threading.Event()
         self._closing = False
@@ -358,20 +388,20 @@ class LogCopier:
         self._thread.start()
 
     def request(self) -> None:
-        """Request a copy. Raises the ``sqlite3.Error`` of an earlier copy that failed."""
+        """Request a copy and return at once. Raises the ``sqlite3.Error`` of an earlier copy that failed."""
         if self._error is not None:
             raise self._error
         self._requested.set()
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Stop the thread, and wait for at most :data:`COPIER_CLOSE_S` seconds for a copy that runs."""
         self._closing = True
         self._requested.set()
-        self._thread.join(CLOSE_S)
+        self._thread.join(COPIER_CLOSE_S)
 
     def _run(self) -> None:
-        """Copy the log whenever that is requested; this is the body of a thread. A failure is kept for the ledger to
-        raise."""
+        """Copy the log whenever that is requested; this is the body of the thread. An error ends the thread, and the
+        next :meth:`request` raises it."""
         try:
             with closing(sqlite3.connect(self._path, isolation_level=None)) as db:
                 self._copy_on_request(db)

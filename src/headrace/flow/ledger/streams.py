@@ -1,4 +1,5 @@
-"""The tokens of running turns that the ledger does not have yet, and when to record them."""
+"""The tokens of running turns that the ledger does not have yet, and when to record them. A *part* of a turn is a chunk
+of its tokens, as an engine sends it."""
 
 from __future__ import annotations
 
@@ -13,18 +14,20 @@ from headrace.flow.ledger.writer import LedgerWriter
 
 @dataclass(slots=True, kw_only=True)
 class _Unrecorded:
-    """The parts of one turn that are not recorded yet."""
+    """The parts of one running turn that are not recorded yet, and their number of tokens."""
 
     parts: list[TokenChunk] = field(default_factory=list)
     num_tokens: int = 0
 
 
 class RunningTurns:
-    """A collector of the parts of running turns. It records the parts of a turn before a crash could lose more than
-    ``most`` of its tokens; 0 records none. All turns that are due in one pass of the event loop are recorded in one
-    transaction."""
+    """A collector of the parts of running turns, which records the parts of a turn before a crash could lose too many
+    of its tokens. All turns that are due in one pass of the event loop are recorded in one transaction. The flow owns
+    it."""
 
     def __init__(self, writer: LedgerWriter, clock: Clock, *, most: int) -> None:
+        """Record through ``writer``. ``most`` is the greatest number of tokens of each turn that a crash may lose; 0
+        records nothing before a turn ends."""
         self._writer = writer
         self._clock = clock
         self._most = most
@@ -32,8 +35,9 @@ class RunningTurns:
         self._due: dict[tuple[EpisodeKey, int], None] = {}
 
     def add(self, part: TokenChunk) -> None:
-        """Add a new part of a turn. A crash loses the collected tokens and about as many as the last part has, because
-        the engine has sampled the next part already."""
+        """Add a new part of a turn, and record the turn soon if too many of its tokens are unrecorded. A crash loses
+        the collected tokens and about as many as the last part has, because the engine has sampled the next part
+        already."""
         if not self._most:
             return
         turn = self._unrecorded.setdefault(part.key, {}).setdefault(part.turn, _Unrecorded())
@@ -48,7 +52,7 @@ class RunningTurns:
             self._due[part.key, part.turn] = None
 
     def ended(self, key: EpisodeKey) -> None:
-        """Forget the parts of an episode that has ended, because it is recorded as a whole."""
+        """Forget the parts of the episode ``key``, which has ended and is recorded as a whole."""
         for turn in self._unrecorded.pop(key, {}):
             self._due.pop((key, turn), None)
 
@@ -58,7 +62,7 @@ class RunningTurns:
         self._record_due()
 
     def _record_due(self) -> None:
-        """Record the tokens of running turns that have become due, as one operation."""
+        """Record the unrecorded tokens of all turns that are due, as one operation."""
         due, self._due = self._due, {}
         turns = [self._unrecorded[key].pop(turn) for key, turn in due]
         parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)

@@ -20,10 +20,13 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9, 0.99)
 
 
 class Survivors(msgspec.Struct, frozen=True, kw_only=True):
-    """The lengths, in sampled tokens, of all decided episodes and of the trained ones, and the result of the test."""
+    """The lengths, in sampled tokens, of all decided episodes (those of groups that were trained or dropped) and of the
+    trained ones, and the result of the test."""
 
     num_submitted: int
+    """Number of decided episodes."""
     num_trained: int
+    """Number of trained episodes."""
     num_withdrawn: int
     """Number of episodes that were cancelled before they ended; they are in none of the other numbers."""
     quantiles: dict[str, tuple[float, float]]
@@ -33,8 +36,8 @@ class Survivors(msgspec.Struct, frozen=True, kw_only=True):
     ks: float
     """The largest distance between the two distributions, from 0 to 1."""
     p_value: float
-    """Probability that the trained and the untrained episodes differ this much by chance if they have one
-    distribution."""
+    """The probability that the trained and the untrained episodes differ at least this much by chance if their lengths
+    have one distribution."""
 
     @property
     def biased(self) -> bool:
@@ -43,7 +46,8 @@ class Survivors(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def survivors(lengths: Lengths) -> Survivors | None:
-    """Return the comparison of ``lengths``; ``None`` if nothing has been trained.
+    """Return the comparison of the lengths of trained episodes with those of all decided ones; ``None`` if nothing has
+    been trained.
 
     >>> found = survivors(Lengths(submitted=tuple(range(200)), trained=tuple(range(100))))
     >>> round(found.ks, 2), found.biased
@@ -70,7 +74,8 @@ def survivors(lengths: Lengths) -> Survivors | None:
 
 
 def _kolmogorov(x: float) -> float:
-    """Return P(K > x) of Kolmogorov's distribution."""
+    """Return the probability that a value of Kolmogorov's distribution is greater than ``x``: the p-value of the
+    test."""
     if x < 0.2:  # the series converges slowly there, to 1
         return 1.0
     terms = (2 * (-1) ** (k - 1) * math.exp(-2 * (k * x) ** 2) for k in range(1, 101))

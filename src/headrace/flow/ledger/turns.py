@@ -1,4 +1,5 @@
-"""Encoding and decoding of the turns of an episode, and of what the learner computed for their tokens."""
+"""Encoding and decoding of the turns of an episode, and of the learner's results for their tokens, as the ledger stores
+them."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ from headrace.flow.ledger.bundles import decode_entry
 
 
 class _Turn(msgspec.Struct, frozen=True, kw_only=True):
+    """The stored form of one turn, with the columns of its tokens. Fields with a default are rare."""
+
     author: str
     ids_T: IntColumn
     logprobs_T: FloatColumn
@@ -71,8 +74,9 @@ def encode_turns(turns: Sequence[Turn]) -> bytes:
 
 
 def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
-    """Return the turns in ``data``. ``entry`` is the index of the episode in a bundle; ``None`` if ``data`` is not a
-    bundle but the turns of one episode. Raises ``msgspec.MsgspecError`` if ``data`` is not valid."""
+    """Return the turns of one episode from the bytes ``data`` of the ledger. ``entry`` is the index of the episode if
+    ``data`` is a bundle of several episodes; ``None`` if ``data`` holds the turns of one episode only. Raises
+    ``msgspec.MsgspecError`` if ``data`` is not valid."""
     if entry is not None:
         return decode_entry(data, entry)
     try:
@@ -82,7 +86,7 @@ def decode_turns(data: bytes, entry: int | None = None) -> list[Turn]:
 
 
 def _turn(turn: _Turn) -> Turn:
-    """Return the turn that a record of the ledger holds."""
+    """Return the turn whose stored form is ``turn``."""
     return Turn(
         author=turn.author,
         tokens=Tokens(
@@ -108,7 +112,7 @@ def _turn(turn: _Turn) -> Turn:
 
 
 def encode_part(part: TokenChunk) -> bytes:
-    """Return a part of a running turn as the bytes that the ledger stores."""
+    """Return a part of a running turn, its tokens since the last part, as the bytes that the ledger stores."""
     turn = Turn(
         author="", tokens=part.tokens, stop_reason=part.stop_reason, context_routing=part.prompt_routing
     )  # fmt: skip
@@ -116,7 +120,8 @@ def encode_part(part: TokenChunk) -> bytes:
 
 
 def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) -> TokenChunk:
-    """Return all recorded parts of a turn as one chunk."""
+    """Return all recorded parts of one turn as one chunk. ``key`` is the episode, ``turn`` the index of the turn among
+    its sampled turns, ``prompt`` the digest of the tokens before it, and ``parts`` the stored bytes, in order."""
     found = [span for data in parts for span in decode_turns(data)]
     routings = (span.context_routing for span in found if span.context_routing is not None)
     return TokenChunk(
@@ -130,11 +135,11 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
 
 
 def encode_token_results(learned: TokenResults) -> bytes:
-    """Return ``learned`` as the bytes that the ledger stores."""
+    """Return the learner's results for the tokens of one step as the bytes that the ledger stores."""
     return _LEARNED.encode(learned)
 
 
 def decode_token_results(blob: bytes) -> TokenResults:
-    """Return the columns that :func:`encode_token_results` encoded."""
+    """Return the learner's results that :func:`encode_token_results` encoded."""
     learned: TokenResults = _LEARNED.decode(blob)
     return learned

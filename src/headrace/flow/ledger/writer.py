@@ -16,7 +16,7 @@ from typing import Protocol
 from headrace.flow.ledger.base import Ledger, Operation, Stream
 
 GATHER_S = 0.025
-"""Seconds that operations are gathered before they are recorded together, unless a flush waits for them."""
+"""Seconds for which operations are gathered before they are recorded together, unless a flush waits for them."""
 MOST_PER_TRANSACTION = 256
 """Greatest number of operations in one transaction."""
 CLOSE_S = 30.0
@@ -27,7 +27,8 @@ class LedgerWriter(Protocol):
     """The contract of a writer: it takes operations and records them in a ledger."""
 
     def write(self, operation: Operation) -> None:
-        """Record ``operation`` after all operations given before. Raises if an earlier one could not be recorded."""
+        """Record ``operation`` after all operations that were given before, without waiting. Raises the error of an
+        earlier operation that could not be recorded."""
         ...
 
     async def flush(self, *, durable: bool = False) -> None:
@@ -44,7 +45,7 @@ class LedgerWriter(Protocol):
 
 
 class _Persist:
-    """A marker in the queue: make everything recorded so far survive a power failure."""
+    """A marker in the queue: everything that was recorded so far must be made to survive a power failure."""
 
 
 _PERSIST = _Persist()
@@ -52,29 +53,34 @@ _Item = Operation | _Persist | asyncio.Future[None] | None
 
 
 class InlineWriter:
-    """A writer that records at once, in the caller's thread: for ledgers in memory and for virtual time."""
+    """A writer that records at once, in the caller's thread. It is for ledgers in memory and for virtual time."""
 
     def __init__(self, ledger: Ledger) -> None:
+        """Record in ``ledger``."""
         self._ledger = ledger
 
     def write(self, operation: Operation) -> None:
+        """Record ``operation`` before returning."""
         self._ledger.apply(operation)
 
     async def flush(self, *, durable: bool = False) -> None:
+        """Do nothing, since all operations are recorded; if ``durable``, make them survive a power failure."""
         if durable:
             self._ledger.persist()
 
     def close(self) -> None:
+        """Do nothing: no operation waits. The ledger stays open."""
         return
 
 
 class ThreadedWriter:
-    """A writer that records in a thread of its own, many operations in one transaction if many come at once.
+    """A writer that records in its own thread, many operations in one transaction if many come at once.
 
     The queue needs no bound of its own: it holds a few operations for each group in flight.
     """
 
     def __init__(self, ledger: Ledger) -> None:
+        """Start the thread that records in ``ledger``."""
         self._ledger = ledger
         self._queue: deque[_Item] = deque()
         self._pending = threading.Event()
@@ -84,8 +90,7 @@ class ThreadedWriter:
         self._thread.start()
 
     def write(self, operation: Operation) -> None:
-        """Queue an operation for the thread that writes the ledger. Raises the error of an earlier one that could not
-        be written."""
+        """Queue ``operation`` for the thread. Raises the error of an earlier operation that could not be recorded."""
         if self._error is not None:
             raise self._error
         self._queue.append(operation)
@@ -95,7 +100,8 @@ class ThreadedWriter:
             self._pending.set()
 
     async def flush(self, *, durable: bool = False) -> None:
-        """Wait until all queued operations are written; with ``durable``, until they would survive a power failure."""
+        """Wait until all queued operations are recorded; if ``durable``, until they would survive a power failure.
+        Raises the error of one that could not be recorded."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if durable:
             self._queue.append(_PERSIST)
@@ -105,16 +111,20 @@ class ThreadedWriter:
             raise self._error
 
     def close(self) -> None:
+        """Record the queued operations and end the thread, waiting for at most :data:`CLOSE_S` seconds."""
         self._enqueue_urgent(None)
         self._thread.join(CLOSE_S)
 
     def _enqueue_urgent(self, item: _Item) -> None:
+        """Queue ``item``, and wake the thread at once instead of letting it gather more operations. A future is
+        resolved when everything before it is recorded; ``None`` ends the thread."""
         self._queue.append(item)
         self._urgent.set()
         self._pending.set()
 
     def _run(self) -> None:
-        """Record the queued operations in order, several in one transaction, until the queue yields ``None``."""
+        """Record the queued operations in order, several in one transaction, until the queue yields ``None``. This is
+        the body of the thread."""
         gathered: list[Operation] = []
         while True:
             self._pending.wait()
@@ -136,13 +146,15 @@ class ThreadedWriter:
             gathered = self._record(gathered)
 
     def _record(self, gathered: list[Operation]) -> list[Operation]:
-        """Record the gathered operations in one transaction, and return an empty list."""
+        """Record the gathered operations in one transaction. Return an empty list, in which the next ones are
+        gathered."""
         if gathered:
             self._attempt(partial(self._ledger.apply, *gathered))
         return []
 
     def _attempt(self, work: Callable[[], None]) -> None:
-        """Do ``work``, unless an earlier call has failed. Keep its error, which ``write`` and ``flush`` then raise."""
+        """Do ``work`` on the ledger, unless an earlier call has failed. If it raises, keep the error, which ``write``
+        and ``flush`` then raise in the event loop."""
         if self._error is not None:
             return
         try:
@@ -152,5 +164,7 @@ class ThreadedWriter:
 
 
 def _finish(future: asyncio.Future[None]) -> None:
+    """Resolve a future for which a flush waits, unless it was cancelled. The thread schedules this in the event
+    loop."""
     if not future.done():
         future.set_result(None)

@@ -1,5 +1,6 @@
-"""Translation of operations into rows of the database. Operations of one transaction are combined: rows of one table
-are written at once, and of the states that a group takes only the last one is written."""
+"""Translation of operations into rows of a ledger's database. Operations of one transaction are combined: rows of one
+table are written at once, and of the states that a group takes only the last one is written. A *part* is a chunk of the
+tokens of a running turn; a *bundle* holds the turns of episodes that ended together."""
 
 from __future__ import annotations
 
@@ -27,10 +28,11 @@ from headrace.flow.ledger.turns import encode_part, encode_token_results
 
 
 class Writing:
-    """The operations of one transaction, which the caller begins and commits. They are in the tables after
-    :meth:`finish`. Errors are those of ``sqlite3``."""
+    """The operations of one transaction on a ledger's database, which the caller begins and commits. They are in the
+    tables after :meth:`finish`. Errors are those of ``sqlite3``."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
+        """Write into ``db``, in which a transaction has begun."""
         self._db = db
         self._ended: list[EndEpisode] = []
         """Ended episodes that are not written yet."""
@@ -40,26 +42,29 @@ class Writing:
         """Number of bytes of encoded tokens that were written."""
 
     def add(self, operation: Operation) -> None:
-        """Add one operation."""
+        """Add one operation. Some are written to the tables at once, others by :meth:`finish`."""
         self._WRITE[type(operation)](self, operation)
 
     def finish(self) -> None:
-        """Write the operations that are not written yet."""
+        """Write the operations that were remembered but not written yet: ended episodes and moves of groups."""
         self._write_ended()
         self._write_moves()
 
     def _submit(self, op: Submit) -> None:
+        """Write the rows of new groups."""
         rest = (GroupState.SUBMITTED, "", 0, None, float(op.at_s), float(op.at_s))
         rows = [(number, row, *rest) for number, row in zip(op.numbers, op.rows, strict=True)]
         self._db.executemany(insert("groups"), rows)
 
     def _move(self, op: Move) -> None:
+        """Remember the new state of the groups, combined with an earlier move of this transaction; it is written
+        later."""
         for number in op.numbers:
             before = self._moves.get(number)
             self._moves[number] = op if before is None else _merged(before, op)
 
     def _write_moves(self) -> None:
-        """Write the latest state of each group that has moved since the last call."""
+        """Write the latest state of each group that has moved since the last call, with new checksums."""
         moves, self._moves = self._moves, {}
         self._db.executemany(
             "UPDATE groups SET state = ?, reason = ?, oldest_version = coalesce(?, oldest_version), moved_s = ?"
@@ -72,7 +77,8 @@ class Writing:
         self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
     def _stream(self, op: Stream) -> None:
-        """Write parts of running turns, and void the parts that their sequences have lost."""
+        """Write parts of running turns. A part whose sequence was lost before, for example because the engine restarted
+        it, first deletes the earlier parts of that turn."""
         self._write_ended()
         for part in op.parts:
             if part.lost:
@@ -85,8 +91,9 @@ class Writing:
             self._db.execute(insert("parts"), row)
 
     def _void_parts(self, key: EpisodeKey, reason: str, *, turn: int | None = None, kept: int = 0) -> None:
-        """Delete the recorded parts of an episode, or of one of its turns, and count all but ``kept`` of their tokens
-        as lost."""
+        """Delete the recorded parts of the episode ``key``, or only those of its sampled turn ``turn`` unless that is
+        ``None``. Count their tokens as lost under ``reason``, except for ``kept`` of them, which the recorded episode
+        contains."""
         where = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
         at = (*key, turn)
         (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {where}", at).fetchone()
@@ -102,11 +109,12 @@ class Writing:
             self._db.execute(seal_rows("lost_tokens", "reason = ?"), (reason,))
 
     def _end_episode(self, op: EndEpisode) -> None:
+        """Remember an episode that has ended; it is written later, in a bundle with others."""
         self._ended.append(op)
 
     def _write_ended(self) -> None:
-        """Write the episodes that have ended since the last call, bundled, and void the parts of turns that they
-        replace."""
+        """Write the episodes that have ended since the last call, in bundles, and delete the parts of running turns
+        that they replace."""
         if not self._ended:
             return
         ended, self._ended = self._ended, []
@@ -131,7 +139,8 @@ class Writing:
         self._db.executemany(insert("episodes", otherwise="OR REPLACE"), rows)
 
     def _drop_episodes(self, op: DropEpisodes) -> None:
-        """Write the new status of episodes that have ended."""
+        """Write the new status and its reason for episodes that have ended. Raises ``sqlite3.IntegrityError`` for one
+        that has not."""
         self._write_ended()
         for place in op.places:
             changed = self._db.execute(
@@ -143,7 +152,7 @@ class Writing:
             self._db.execute(seal_rows("episodes", "group_number = ? AND position = ?"), (op.number, place))
 
     def _end_step(self, op: EndStep) -> None:
-        """Write the record of a step, and move its groups to ``TRAINED``."""
+        """Write the record of a step, and move its groups to the state TRAINED."""
         self._db.execute(
             insert("steps", otherwise="OR REPLACE"),
             (
@@ -162,10 +171,12 @@ class Writing:
         self._move(Move(numbers=op.numbers, state=GroupState.TRAINED, at_s=op.at_s))
 
     def _commit_version(self, op: CommitVersion) -> None:
+        """Write the checksum of a committed version, and move the groups that made it to the state RELEASED."""
         self._db.execute(insert("versions", otherwise="OR REPLACE"), (op.version, op.checksum, float(op.at_s)))
         self._move(Move(numbers=op.numbers, state=GroupState.RELEASED, at_s=op.at_s))
 
     def _note(self, op: Note) -> None:
+        """Write a note about an event of the run."""
         self._db.execute(insert("notes"), (next_id(self._db, "notes"), op.kind, op.detail, float(op.at_s)))
 
     _WRITE: ClassVar[dict[type, Callable[[Any, Any], None]]] = {
@@ -181,7 +192,8 @@ class Writing:
 
 
 def _merged(before: Move, op: Move) -> Move:
-    """Return ``op`` with the version and the step of ``before`` where it has none."""
+    """Return the move ``op`` of a group with the version and the step of ``before``, an earlier move of the same group,
+    where ``op`` has none: only the last move is written."""
     if (before.oldest_version is None or op.oldest_version is not None) and before.step is None:
         return op
     return Move(
@@ -195,9 +207,11 @@ def _merged(before: Move, op: Move) -> Move:
 
 
 def _real(value: float | None) -> float | None:
-    """Return the number as a REAL column stores it, which has no negative zero."""
+    """Return the number as SQLite reads it back from a REAL column, which has no negative zero, so that its checksum
+    stays right; ``None`` stays ``None``."""
     return None if value is None else float(value) + 0.0
 
 
 def _rewards_json(rewards: Mapping[str, float]) -> str:
+    """Return rewards by name as JSON text."""
     return json.dumps(rewards) if rewards else "{}"

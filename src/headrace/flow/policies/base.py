@@ -1,4 +1,6 @@
-"""The contract of a staleness policy: its settings, and pure functions of the state of the flow."""
+"""The contract of a staleness policy: its settings, and pure functions of the state of the flow. A policy decides which
+groups of episodes start, which make the next batch, and which are dropped because of their age, so that no token is
+trained at an age above the bound (``flow.max_age``, in versions of the weights)."""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from headrace.base.config import Section
 from headrace.flow.state import FlowState
 
 STALE = "stale"
-"""The reason that is counted when a group is dropped, or a token carries no loss, because it would be older than the
-bound."""
+"""The reason under which groups that are dropped, and tokens that carry no loss, are counted if they would be older
+than the bound."""
 DISPLACED = "displaced"
-"""The reason that is counted when a group is dropped because newer ones take its place in a full buffer."""
+"""The reason under which a group is counted that is dropped because newer ones take its place in a full buffer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Selection:
-    """The groups that the next step trains, and the groups that are dropped before it."""
+    """The decision of a policy about the next step: the groups that it trains, and the groups that are dropped before
+    it."""
 
     take: tuple[int, ...] = ()
     """Numbers of the groups to train, in the order in which they are laid out; empty if there is no batch yet."""
@@ -33,41 +36,45 @@ class StalenessPolicy(Section):
     and no memory: the same state gives the same decision."""
 
     fixes: ClassVar[Mapping[str, int | str | None]] = {}
-    """Settings of the flow that follow from the policy and cannot have another value."""
+    """Settings of the flow that follow from the policy and cannot have another value, by name."""
     paced: ClassVar[bool] = True
-    """Whether ``flow.lead`` cannot be more than ``flow.max_age``, because the policy never lets generation run so far
-    ahead."""
+    """Whether the policy keeps generation within the versions that the bound allows, so that ``flow.lead`` cannot be
+    more than ``flow.max_age`` and ``flow.pacing`` applies."""
 
     recorded: ClassVar[bool] = False
-    """Whether the policy repeats the decisions of another run, whatever this run needs."""
+    """Whether the policy repeats the recorded decisions of another run, whatever this run needs."""
 
     @property
     def in_order(self) -> bool:
-        """Whether groups are always trained in the order in which they start, so that none takes another's place."""
+        """Return whether groups are always trained in the order in which they start, so that none takes another's
+        place."""
         return False
 
     @property
     def drops_stale(self) -> bool:
-        """Return whether the policy drops groups that have become too old."""
+        """Return whether the policy drops groups that have become too old to be trained within the bound."""
         return False
 
     @property
     def masks_stale(self) -> bool:
-        """Return whether tokens that are too old carry no loss, while their group is trained."""
+        """Return whether tokens that are too old carry no loss while the rest of their group is trained."""
         return False
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if the settings of the policy do not fit these settings of
-        the flow."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings of the policy do not fit the flow's:
+        ``max_age`` is the staleness bound, ``lead`` the number of batches that generation may run ahead, and ``strict``
+        says that groups are trained in order. The base class accepts everything."""
 
     def admit(self, state: FlowState) -> int:
-        """Return how many groups may start now."""
+        """Return how many groups may start now, given the state of all groups. Each policy implements this."""
         raise NotImplementedError
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
-        """Return the groups to drop now, each with the reason. It is called whenever a group has become ready."""
+        """Return the numbers of the groups to drop now, each with the reason that is counted. The flow calls it
+        whenever a group has become ready."""
         return {}
 
     def select(self, state: FlowState) -> Selection:
-        """Return the groups of the next batch, if there is one now, and the groups to drop before it."""
+        """Return the groups of the next batch, if there is one now, and the groups to drop before it. Each policy
+        implements this; the flow calls it again after it has dropped groups."""
         raise NotImplementedError

@@ -32,7 +32,9 @@ from headrace.flow.state import FlowState
 
 
 def paced_admission(state: FlowState) -> int:
-    """Return how many groups may start so that every one can be trained within its bound."""
+    """Return how many groups may start now so that every group can be trained within its bound: as many as slots are
+    free, within the lead and the capacity. Groups that a crash interrupted may start beyond the slots, as far as all
+    can still be trained in time."""
     limits = state.limits
     free = (min(limits.run_ahead, limits.max_age) + 1) * limits.batch_size - state.num_held
     if state.num_waiting:
@@ -42,17 +44,19 @@ def paced_admission(state: FlowState) -> int:
 
 
 class Bounded(StalenessPolicy):
-    """A policy that paces admission and trains the groups with the earliest deadlines first. With ``flow.max_age = 0``
-    it is synchronous."""
+    """The default policy: it starts a group only if it can be trained within the bound, and trains the groups with the
+    earliest deadlines first. With ``flow.max_age = 0`` it is synchronous."""
 
     kind: Literal["bounded"] = "bounded"
 
     def admit(self, state: FlowState) -> int:
+        """Return how many groups may start now so that all can be trained within the bound."""
         return paced_admission(state)
 
     def select(self, state: FlowState) -> Selection:
-        """Choose the groups of the next batch: in order of submission if the order is strict, otherwise those that are
-        ready first, as long as every other group stays within its deadline."""
+        """Return the next batch, or none yet. In strict order it is made of the groups with the lowest numbers;
+        otherwise of the ready groups with the earliest deadlines, as long as every other group can still be trained in
+        time."""
         if state.replayed:
             return Selection(take=state.replayed)
         chosen = in_order(state) if state.limits.strict else earliest_in_time(state)

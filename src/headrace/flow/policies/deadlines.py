@@ -6,7 +6,8 @@ groups are ready at once)
 
     for every step j ≥ k:   groups due by j  ≤  (j − k + 1)·B
 
-The deadline of a group of a replayed step is that step.
+A replayed step is one that took its groups before a crash, and takes the same groups again. The deadline of such a
+group is that step.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from headrace.flow.state import FlowState
 
 
 def due(state: FlowState) -> Counter[int]:
-    """Return the number of groups in no batch that are due at each step."""
+    """Return the number of groups that no batch has taken yet, by their deadline. A group of a replayed step is due at
+    that step."""
     steps: Counter[int] = Counter()
     for version, count in state.open_by_oldest.items():
         steps[state.deadline(version)] += count
@@ -31,8 +33,8 @@ def due(state: FlowState) -> Counter[int]:
 def num_admissible(state: FlowState) -> int:
     """Return how many groups may be admitted now so that they and all others can be trained in time.
 
-    Groups that kept tokens over a crash, and with them their deadlines, are counted already, so they may start
-    themselves.
+    Groups that kept tokens over a crash, and with them their deadlines, are counted among the others already. So those
+    whose tokens are at least as old as new ones would be may all start.
     """
     latest = state.deadline(state.version)
     total, room = 0, None
@@ -48,7 +50,7 @@ def num_admissible(state: FlowState) -> int:
 
 def num_admissible_in_order(state: FlowState) -> int:
     """Return how many groups may be admitted now if groups are trained in the order of their numbers: those whose step
-    comes before their deadline."""
+    in this order comes no later than the deadline of a group that starts now."""
     in_time = (state.deadline(state.version) + 1 - state.free_step) * state.limits.batch_size
     if in_time <= 0:
         return 0
@@ -58,15 +60,15 @@ def num_admissible_in_order(state: FlowState) -> int:
 
 
 def last_step(state: FlowState, number: int) -> int:
-    """Return the deadline of a ready group: the last step that may train it."""
+    """Return the deadline of the ready group ``number``: the last step that may train it."""
     oldest = state.groups[number].oldest_version
     assert oldest is not None
     return state.deadline(oldest)
 
 
 def earliest(state: FlowState) -> tuple[int, ...] | None:
-    """Return the batch of the ready groups with the earliest deadlines; ``None`` if there are not enough ready
-    groups."""
+    """Return the numbers of the ready groups with the earliest deadlines, as many as a batch has; ``None`` if there are
+    not enough ready groups."""
     if len(state.ready) < state.limits.batch_size:
         return None
     in_order = (
@@ -79,8 +81,8 @@ def earliest(state: FlowState) -> tuple[int, ...] | None:
 
 
 def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
-    """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
-    counts decide; the groups themselves are looked up afterwards."""
+    """Return the batch of :func:`earliest` if all other groups can still be trained in time after it, otherwise
+    ``None``. Counts decide this; the groups themselves are looked up only afterwards."""
     steps, left = due(state), state.limits.batch_size
     if len(state.ready) < left:
         return None
@@ -92,7 +94,8 @@ def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
 
 
 def in_order(state: FlowState) -> tuple[int, ...] | None:
-    """Return the batch of the groups with the lowest numbers; ``None`` until all of them are ready."""
+    """Return the numbers of the groups with the lowest numbers that are in no batch, as many as a batch has; ``None``
+    until all of these are ready."""
     if len(state.ready) < state.limits.batch_size:
         return None
     first = state.first_open(state.limits.batch_size, ready=True)
@@ -100,7 +103,8 @@ def in_order(state: FlowState) -> tuple[int, ...] | None:
 
 
 def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
-    """Return whether all other groups can be trained in time if ``chosen`` is the next batch."""
+    """Return whether all groups that are in no batch, except the ready groups ``chosen``, can be trained in time if
+    ``chosen`` is the next batch."""
     steps = due(state)
     for number in chosen:
         steps[last_step(state, number)] -= 1
@@ -108,8 +112,8 @@ def rest_in_time(state: FlowState, chosen: tuple[int, ...]) -> bool:
 
 
 def _in_time(state: FlowState, steps: Counter[int]) -> bool:
-    """Return whether the groups that are due at each step can be trained in time, beginning with the step after the
-    next one."""
+    """Return whether all groups can be trained in time, from the step after the next one on. ``steps`` is the number of
+    groups by their deadline, without those of the next step's batch."""
     total = 0
     for step in sorted(steps):
         total += steps[step]
@@ -119,9 +123,9 @@ def _in_time(state: FlowState, steps: Counter[int]) -> bool:
 
 
 def age_needed(state: FlowState, *, only_planned: bool) -> int:
-    """Return the age that the oldest kept token will have when it is trained. Groups of replayed steps are trained at
-    their steps; the others follow, by number in strict order and otherwise oldest first. ``only_planned`` leaves the
-    others out, for policies that drop groups that are too old."""
+    """Return the greatest age, in versions, that a kept token will have when it is trained, for the check of the bound
+    after a crash. Groups of replayed steps are trained at their steps; the others follow, by number in strict order and
+    otherwise oldest first. ``only_planned`` leaves these others out, for policies that drop groups that are too old."""
     planned = [(e.step, e.oldest_version) for e in state.groups.values() if e.step is not None]
     rest = [(n, e.oldest_version) for n, e in state.groups.items() if e.step is None]
     in_turn = [oldest for _, oldest in sorted(rest)]

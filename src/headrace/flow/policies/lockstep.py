@@ -1,6 +1,7 @@
-"""Two policies that generate whole batches one after the other. With ``synchronous``, generation and training
+"""Two staleness policies that generate whole batches one after the other. With ``synchronous``, generation and training
 alternate, and the weights are bit for bit those of a plain serial loop. With ``one_ahead``, one batch is generated
-while the batch before it is trained."""
+while the batch before it is trained. The *age* of a token is the learner's version when it trains minus the version
+that sampled the token."""
 
 from __future__ import annotations
 
@@ -12,11 +13,11 @@ from headrace.flow.state import FlowState
 
 
 def admit_whole_batch(state: FlowState, *, ahead: int) -> int:
-    """Return how many groups the next batch lacks, if the engines' weights are at most ``ahead`` steps behind it,
+    """Return how many groups the next batch still lacks, if the engines' weights are at most ``ahead`` steps behind it;
     otherwise 0.
 
-    Every group that starts is in the batch of step k = ``free_step`` and gets tokens of version v ≥ k − ``ahead`` only:
-    none is trained at an age above ``ahead``.
+    Every group that starts is in the batch of step k = ``free_step`` (the first step without a batch) and gets tokens
+    of version v ≥ k − ``ahead`` only: none is trained at an age above ``ahead``.
     """
     if state.free_step > state.version + ahead:
         return 0
@@ -24,7 +25,7 @@ def admit_whole_batch(state: FlowState, *, ahead: int) -> int:
 
 
 def select_whole_batch(state: FlowState) -> Selection:
-    """Return the next batch if all of its groups are ready."""
+    """Return the next batch if all of its groups are ready; otherwise an empty selection."""
     chosen = state.replayed or earliest(state) or ()
     return Selection(take=tuple(sorted(chosen)))
 
@@ -35,11 +36,15 @@ class Synchronous(StalenessPolicy):
 
     kind: Literal["synchronous"] = "synchronous"
     fixes: ClassVar = {"max_age": 0, "lead": 0, "order": "strict", "capacity": None}
+    """The settings of the flow that follow from the policy and cannot have another value."""
 
     def admit(self, state: FlowState) -> int:
+        """Return how many groups of the next batch may start now: all that it lacks, once the weights of the step
+        before it are committed, and 0 before that."""
         return admit_whole_batch(state, ahead=0)
 
     def select(self, state: FlowState) -> Selection:
+        """Return the next batch if all of its groups are ready."""
         return select_whole_batch(state)
 
 
@@ -49,9 +54,13 @@ class OneAhead(StalenessPolicy):
 
     kind: Literal["one_ahead"] = "one_ahead"
     fixes: ClassVar = {"max_age": 1, "lead": 1, "order": "strict", "capacity": None}
+    """The settings of the flow that follow from the policy and cannot have another value."""
 
     def admit(self, state: FlowState) -> int:
+        """Return how many groups of the next batch may start now: all that it lacks, if the committed weights are at
+        most one step behind it, and otherwise 0."""
         return admit_whole_batch(state, ahead=1)
 
     def select(self, state: FlowState) -> Selection:
+        """Return the next batch if all of its groups are ready."""
         return select_whole_batch(state)

@@ -1,5 +1,5 @@
-"""The policy of a replay. It decides nothing: each group starts at the version at which it started in the recorded run,
-and each step takes the groups that it took."""
+"""The policy of a replay, a run that repeats another one from its record. It decides nothing: each group starts at the
+version at which it started in the recorded run, and each step takes the groups that it took there."""
 
 from __future__ import annotations
 
@@ -22,37 +22,46 @@ class RecordedPolicy(StalenessPolicy):
     """
 
     starts: tuple[int, ...]
-    """The version that must be committed before each group starts, by group number, ascending."""
+    """The version that must be committed before each group starts: one number per group, in the order of their numbers,
+    ascending."""
     steps: Mapping[int, tuple[int, ...]]
-    """The groups that each step took, in order."""
+    """The numbers of the groups that each step took, in order, by step."""
     dropped_stale: bool
-    """Whether groups that had become too old were dropped."""
+    """Whether the recorded run dropped groups that had become too old."""
     masked_stale: bool
-    """Whether tokens that had become too old carried no loss."""
+    """Whether tokens that had become too old carried no loss in the recorded run."""
     recorded: ClassVar[bool] = True
+    """This policy repeats recorded decisions, whatever this run needs."""
 
     @property
     def drops_stale(self) -> bool:
+        """Return whether the recorded run dropped groups that had become too old."""
         return self.dropped_stale
 
     @property
     def masks_stale(self) -> bool:
+        """Return whether tokens that had become too old carried no loss in the recorded run."""
         return self.masked_stale
 
     def admit(self, state: FlowState) -> int:
+        """Return how many more groups had started in the recorded run by the version that is committed now."""
         return max(0, bisect_right(self.starts, state.version) - state.num_submitted)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
+        """Return the ready groups that no step of the recorded run trained, to be dropped as stale; none if that run
+        dropped no stale groups."""
         if not self.dropped_stale:
             return {}
         return dict.fromkeys(state.ready - self._trained, STALE)
 
     @cached_property
     def _trained(self) -> frozenset[int]:
+        """Return the numbers of all groups that a step of the recorded run trained."""
         return frozenset(number for groups in self.steps.values() for number in groups)
 
     def select(self, state: FlowState) -> Selection:
-        """Choose the groups that the recorded run trained in this step, once all of them are ready."""
+        """Return the groups that the recorded run trained in this step, once all of them are ready; before that an
+        empty selection."""
         take = self.steps.get(state.next_step, ())
         if not state.ready.issuperset(take):
             return Selection()

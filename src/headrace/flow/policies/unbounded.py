@@ -26,7 +26,8 @@ from headrace.flow.state import FlowState
 
 
 class Unbounded(StalenessPolicy):
-    """A policy that does not pace generation by versions."""
+    """The policy that starts groups whatever their versions, and drops, masks or waits for those that become too old.
+    The staleness bound holds all the same."""
 
     kind: Literal["unbounded"] = "unbounded"
     stale: Literal["reject", "drop_oldest", "wait"] = "reject"
@@ -35,17 +36,21 @@ class Unbounded(StalenessPolicy):
     """The unit that ``reject`` removes. ``group``: one token that is too old drops its whole group. ``token``: only
     that token carries no loss, and the rest of the group is trained unless nothing is left."""
     paced: ClassVar[bool] = False
+    """Generation may run ahead as far as ``flow.lead`` says, whatever the versions."""
 
     @property
     def drops_stale(self) -> bool:
+        """Return whether groups that have become too old are dropped: in every mode but ``wait``."""
         return self.stale != "wait"
 
     @property
     def masks_stale(self) -> bool:
+        """Return whether tokens that are too old carry no loss while the rest of their group is trained."""
         return self.per == "token"
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """Refuse settings that contradict each other."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings that contradict each other: masking by token in
+        another mode than ``reject``, and strict order (``strict``) in the mode ``wait``."""
         if self.per == "token" and self.stale != "reject":
             raise ConfigError(
                 f"flow.policy.per='token' has no effect with flow.policy.stale={self.stale!r}",
@@ -59,16 +64,16 @@ class Unbounded(StalenessPolicy):
             )
 
     def admit(self, state: FlowState) -> int:
-        """Return how many groups may start: as many as there are free slots; where stale groups wait, no more than can
-        be trained in time."""
+        """Return how many groups may start now: as many as there are free slots, within the capacity; in the mode
+        ``wait``, no more than can be trained in time. In the mode ``drop_oldest``, ready groups use no slot."""
         slots = (state.limits.run_ahead + 1) * state.limits.batch_size
         held = state.num_running if self.stale == "drop_oldest" else state.num_held
         count = min(slots - held, state.free_capacity)
         return max(0, min(count, num_admissible(state)) if self.stale == "wait" else count)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:
-        """Return the groups to drop, with the reason: those that are too old, and, if the oldest are displaced, those
-        beyond the slots."""
+        """Return the numbers of the ready groups to drop, each with its reason: those that are too old and, in the mode
+        ``drop_oldest``, the oldest of those that are more than the buffer may hold."""
         if self.stale == "wait":
             return {}
         leaving = dict.fromkeys(self._too_old(state), STALE)
@@ -82,15 +87,15 @@ class Unbounded(StalenessPolicy):
         return leaving
 
     def _too_old(self, state: FlowState) -> Iterator[int]:
-        """Yield the ready groups whose deadline is before the next step: by their newest token if tokens are masked one
-        by one, otherwise by their oldest."""
+        """Yield the numbers of the ready groups whose deadline has passed: that of their newest token if tokens are
+        masked one by one, so that nothing of them could be trained, otherwise that of their oldest."""
         index = state.ready_by_newest if self.per == "token" else state.ready_by_oldest
         for version, numbers in index.items():
             if state.deadline(version) < state.next_step:
                 yield from numbers
 
     def select(self, state: FlowState) -> Selection:
-        """Choose the groups of the next batch, after those that are too old have left."""
+        """Return the groups of the next batch; if some groups must be dropped first, return only these."""
         floor = state.next_step - state.limits.max_age if self.masks_stale else None
         if state.replayed:
             return Selection(take=state.replayed, oldest_version=floor)

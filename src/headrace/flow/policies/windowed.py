@@ -24,19 +24,23 @@ from headrace.flow.state import FlowState
 
 
 class Windowed(StalenessPolicy):
-    """A policy that trains only groups within a window that begins at the oldest untrained group."""
+    """A policy that trains only groups whose numbers are within a window that begins at the oldest untrained group, so
+    that few groups overtake a slow one."""
 
     kind: Literal["windowed"] = "windowed"
     window: int = Field(default=1, ge=1)
     """Size of the window, in batches from the oldest untrained group on; 1 trains in the order of admission."""
     fixes: ClassVar = {"order": "ready_first"}
+    """The settings of the flow that follow from the policy and cannot have another value."""
 
     @property
     def in_order(self) -> bool:
+        """Return whether groups are always trained in the order in which they start: with a window of one batch."""
         return self.window == 1
 
     def refuse(self, *, max_age: int, lead: int, strict: bool) -> None:
-        """Refuse a window that is wider than groups can ever be apart."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a window that is wider than groups can ever be apart,
+        given the staleness bound ``max_age`` and the ``lead`` in batches. ``strict`` is not used."""
         if self.window > max_age + lead + 1:
             raise ConfigError(
                 f"flow.policy.window={self.window} never acts: with flow.max_age={max_age} and flow.lead={lead} no two "
@@ -45,11 +49,13 @@ class Windowed(StalenessPolicy):
             )
 
     def admit(self, state: FlowState) -> int:
+        """Return how many groups may start now so that all can be trained within the bound."""
         return paced_admission(state)
 
     def select(self, state: FlowState) -> Selection:
-        """Choose the groups of the next batch: the first that are ready within the window. If a group would miss its
-        deadline by that, those with the earliest deadlines are chosen."""
+        """Return the groups of the next batch: the ready groups within the window that have the earliest deadlines or,
+        if these are too few, the groups with the lowest numbers once all of them are ready. If another group would then
+        miss its deadline, the ready groups with the earliest deadlines are chosen, whatever the window."""
         if state.replayed:
             return Selection(take=state.replayed)
         if len(state.ready) < state.limits.batch_size:
@@ -60,12 +66,13 @@ class Windowed(StalenessPolicy):
         return Selection(take=tuple(sorted(chosen or ())))
 
     def _oldest_is_waiting(self, state: FlowState) -> bool:
-        """Return whether the oldest group has not started yet, because other groups go before it after a crash."""
+        """Return whether the group with the lowest number in no batch has not started yet, because after a crash other
+        groups start before it."""
         return any(state.groups[number].state is GroupState.SUBMITTED for number in state.first_open(1))
 
     def _earliest_in_window(self, state: FlowState) -> tuple[int, ...] | None:
-        """Return the batch of the ready groups in the window with the earliest deadlines; ``None`` if there are too
-        few."""
+        """Return the numbers of the ready groups in the window with the earliest deadlines, as many as a batch has;
+        ``None`` if there are too few."""
         (anchor,) = state.first_open(1) or (state.num_submitted,)
         window = range(anchor, anchor + self.window * state.limits.batch_size)
         in_window = [number for number in window if number in state.ready and state.groups[number].step is None]

@@ -1,4 +1,6 @@
-"""The client of an engine that runs in another process or thread."""
+"""The client of an engine that runs in another process or thread. The controller sends orders over a channel, and the
+engine answers with the number (``call``) of the order. The learner may *announce* a new version to an engine of its own
+machine directly: the engine then stages it, and may commit it, without an order of the controller."""
 
 from __future__ import annotations
 
@@ -45,7 +47,11 @@ R = TypeVar("R", StageOutcome, Committed)
 
 
 class EngineClient(Peer):
-    """Implements the :class:`~headrace.engine.Engine` contract over a channel."""
+    """The client of one engine, which implements the :class:`~headrace.engine.Engine` contract over a channel.
+
+    ``deadline_s`` is the longest wait for the answer to one order. More than ``max_requests`` requests at once are
+    refused.
+    """
 
     def __init__(
         self,
@@ -57,6 +63,8 @@ class EngineClient(Peer):
         deadline_s: float,
         max_requests: int = sys.maxsize,
     ) -> None:
+        """Make the client of the engine process ``name`` over ``channel``. ``deadline_s`` and ``max_requests`` are
+        described at the class, the others at :class:`Peer`."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._max_requests = max_requests
@@ -76,9 +84,9 @@ class EngineClient(Peer):
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Send a request to the engine, and yield the chunks of its answer. Raises
-        :class:`~headrace.base.errors.EngineFull` if ``max_requests`` are waiting or running already, and the error of
-        the engine if it dies."""
+        """Send a request to the engine, and yield the chunks of its answer. If the caller stops reading early, the
+        request is aborted. Raises :class:`~headrace.base.errors.EngineFull` if ``max_requests`` are waiting or running
+        already, and :class:`~headrace.base.errors.ComponentDied` if the engine dies."""
         self._refuse_closed()
         if len(self._streams) >= self._max_requests:
             raise EngineFull(
@@ -118,8 +126,8 @@ class EngineClient(Peer):
         return self._channel.local_orders
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Let the engine stage a version, and return how many seconds that took. If the learner has announced the
-        version to the engine, only wait for its report."""
+        """Order the engine to stage a version, and return the seconds that it took. If the learner has announced the
+        version to the engine itself, send no order and only wait for the engine's report."""
         self._refuse_closed()
         if self.orders_address in update.announced_to:
             return await self._staged_by_learner(update.version)
@@ -129,7 +137,8 @@ class EngineClient(Peer):
         return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
 
     async def _staged_by_learner(self, version: int) -> float:
-        """Wait until the engine has staged the version that the learner announced to it; return the seconds it took."""
+        """Wait until the engine has staged the version that the learner announced to it, and return the seconds that it
+        took. Raises the error with which the engine refused the version."""
         outcome = self._outcome
         if outcome is None or outcome.version != version:
             outcome = await self._unordered_report(StageOutcome, version, "stage")
@@ -138,7 +147,8 @@ class EngineClient(Peer):
         return outcome.seconds
 
     async def _unordered_report(self, kind: type[R], version: int, what: str) -> R:
-        """Wait for a report on ``version`` that the engine sends without an order of the controller."""
+        """Wait for the report of type ``kind`` on ``version`` that the engine sends without an order of the controller,
+        and return it. ``what`` (``stage`` or ``commit``) names the wait if it takes too long."""
         future = self._unordered[version, kind] = self.expect(self.next_call(), kind)
         try:
             return await self.answer(future, f"{what} version {version}", self._deadline_s)
@@ -156,9 +166,9 @@ class EngineClient(Peer):
             future.set_result(message)
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Let the engine commit a staged version, and return its report. Raises
-        :class:`~headrace.base.errors.WeightsError` while an earlier commit of this version runs. If the engine has
-        committed the version by itself, its report is returned."""
+        """Order the engine to commit a staged version, and return its report. If the engine commits the version by
+        itself, send no order and only wait for that report. Raises :class:`~headrace.base.errors.WeightsError` while an
+        earlier commit of this version runs."""
         self._refuse_closed()
         if version in self._committing:
             raise WeightsError(
@@ -180,7 +190,8 @@ class EngineClient(Peer):
             self._committing.discard(version)
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
-        """Return the logprob of each of ``tokens`` under the engine's weights."""
+        """Return the logprob of each of ``tokens`` under the weights that the engine uses; 0 for the first, which
+        nothing precedes."""
         self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresReply)
@@ -188,8 +199,8 @@ class EngineClient(Peer):
         return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
-        """Return the logprob of each of ``tokens``, and the ``num`` likeliest tokens with their logprobs at each
-        position."""
+        """Return the logprob of each of ``tokens``, and the ``num`` likeliest vocabulary entries with their logprobs at
+        each position; 0 for the first token. ``below`` limits these entries to ids below it; 0: no limit."""
         self._refuse_closed()
         call = self.next_call()
         scored = self.expect(call, ScoresReply)
@@ -203,7 +214,7 @@ class EngineClient(Peer):
         )
 
     async def pause(self, *, release: bool = False) -> None:
-        """Stop the engine between two steps; with ``release``, it gives the memory of its cache back."""
+        """Stop the engine between two steps; with ``release``, it also frees the memory of its cache."""
         self._refuse_closed()
         call = self.next_call()
         paused = self.expect(call, Paused)
@@ -219,11 +230,12 @@ class EngineClient(Peer):
         await self.answer(resumed, "resume", self._deadline_s)
 
     def stats(self) -> EngineStats:
+        """Return the counters that the engine has sent last."""
         return self._stats
 
     def close(self) -> None:
-        """Close the channel. Tasks that read a stream or wait for an answer get a
-        :class:`~headrace.base.errors.ComponentDied`."""
+        """Close the channel, because the engine's process has ended. Tasks that read a stream or wait for an answer get
+        a :class:`~headrace.base.errors.ComponentDied`."""
         self.end(
             ComponentDied(
                 f"{self.name} has ended, or was closed", remedy=f"look at logs/{self.name}.log in the run directory"
@@ -243,8 +255,9 @@ class EngineClient(Peer):
                 answer.set_exception(self._closed)
 
     def handle(self, message: Any) -> None:
-        """Pass the chunks of a message on to the streams of their requests, and note reports of versions that were
-        staged or committed without an order of the controller."""
+        """Handle a message of the engine: pass chunks on to the streams of their requests, and store reports on
+        versions that were staged or committed without an order of the controller. Tokens of a restarted sequence that
+        have not been read are discarded."""
         if isinstance(message, StageOutcome) or (isinstance(message, Committed) and message.call == ANNOUNCED):
             self._take_report(message)
             return
@@ -261,6 +274,7 @@ class EngineClient(Peer):
             stream.put_nowait(chunk)
 
     def _refuse_closed(self) -> None:
+        """Raise the :class:`~headrace.base.errors.ComponentDied` with which this client ended, if it has ended."""
         if self._closed is not None:
             raise self._closed
 

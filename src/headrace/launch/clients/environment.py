@@ -1,4 +1,5 @@
-"""The pool of environment workers: processes that run user environments and are replaced when one hangs or dies.
+"""The pool of environment workers: processes that run user environments and are replaced when one hangs or dies. An
+episode asks the model with a *query*, which the controller answers.
 
     episode ──RunEpisode──▶ worker        the user's code
        ▲    ◀──ModelQuery────  │
@@ -55,10 +56,13 @@ MAX_QUERIES = 1024
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class EpisodeCall(PoolCall):
-    """One attempt at a task, over all workers in which it runs."""
+    """One attempt at a task, over all workers in which it runs: if a worker is lost, the episode begins again in
+    another one."""
 
     order: RunEpisode
+    """The message that starts it in a worker."""
     episode: OpenEpisode
+    """The controller's side of it, which samples from the model and records the turns."""
     begun: bool = False
     """Whether it has run in a worker before."""
     tasks: asyncio.TaskGroup | None = None
@@ -67,7 +71,8 @@ class EpisodeCall(PoolCall):
     """The tasks that answer its model queries."""
 
     def ask(self, peer: Peer, query: ModelQuery) -> None:
-        """Start to answer a model query of the worker."""
+        """Start to answer a model query that the episode sent from the worker ``peer``. A query that is one too many is
+        refused; one of an episode that has ended is ignored."""
         if self.tasks is None:
             return
         if len(self.answers) >= MAX_QUERIES:
@@ -80,13 +85,15 @@ class EpisodeCall(PoolCall):
             task.add_done_callback(self.answers.discard)
 
     def end(self) -> None:
-        """Cancel the answers that are not sent, since the episode has ended in its worker."""
+        """Cancel the answers that have not been sent, since the episode has ended in its worker, or its worker is
+        lost."""
         self.tasks = None
         for task in self.answers:
             task.cancel()
 
     async def _answer(self, peer: Peer, query: ModelQuery) -> None:
-        """Answer a request that the environment makes to the model, or send the reason why there is no answer."""
+        """Let the model answer a query of the environment, and send the answer to the worker ``peer``; or send the
+        reason why there is none. A query gives either token ids to continue, or messages and tools to render."""
         try:
             if query.prompt_ids_T is not None:
                 reply = await self.episode.sample(query.prompt_ids_T, query.options)
@@ -104,7 +111,7 @@ class EpisodeCall(PoolCall):
 
 @dataclass(slots=True, eq=False)
 class EnvironmentWorker(Worker[EpisodeCall]):
-    """A process that runs episodes."""
+    """A process that runs episodes, as the pool sees it: the calls that it has, and whether it hangs."""
 
     served: bool = False
     """Whether it has ever run an episode."""
@@ -116,7 +123,8 @@ class EnvironmentWorker(Worker[EpisodeCall]):
     """Whether it has sent anything since the latest check."""
 
     def handle_message(self, message: Alive | ModelQuery) -> None:
-        """Handle a message that is not an answer."""
+        """Handle a message that is not the answer to an order: a query of an episode, or a sign of life (``Alive``),
+        which names the call that blocks the worker's event loop, if any."""
         self.was_heard = True
         if isinstance(message, ModelQuery):
             call = self.calls.get(message.episode)
@@ -127,18 +135,22 @@ class EnvironmentWorker(Worker[EpisodeCall]):
             self.blocked.set()
 
     def count_death(self) -> int:
+        """Count the death of a worker that never ran an episode as idle; return the number of idle deaths in a row on
+        its machine. The death of another worker begins the count anew."""
         self.group.idle_deaths = 0 if self.served else self.group.idle_deaths + 1  # an episode may have caused it later
         return self.group.idle_deaths
 
 
 class EnvPeer(ForeignPeer):
-    """The controller's end of the conversation with an environment worker."""
+    """The controller's end of the conversation with an environment worker. Its process runs user code, so its messages
+    are not trusted."""
 
     worker: EnvironmentWorker | None = None
     """The worker that handles messages which are not answers; ``None`` before the worker is in a pool."""
 
     def handle(self, message: object) -> None:
-        """Pass signs of life and requests of episodes on to the worker; other messages are answers to orders."""
+        """Pass signs of life and model queries of episodes on to the worker; any other message is unexpected here, and
+        raises :class:`~headrace.base.errors.RunError`."""
         if not isinstance(message, Alive | ModelQuery):
             super().handle(message)
         elif self.worker is not None:
@@ -161,8 +173,8 @@ Listening = Callable[[Callable[[str], None]], AbstractAsyncContextManager[Episod
 
 
 class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
-    """Implements the :class:`~headrace.rollout.environments.Environment` contract with worker processes. With
-    ``listening``, the programs that an episode starts can reach it over HTTP."""
+    """The pool of environment workers, which implements the :class:`~headrace.rollout.environments.Environment`
+    contract. With ``listening``, programs that an episode starts can ask the model over HTTP."""
 
     asks_prompt = False
     worker_name = "environment worker"
@@ -177,6 +189,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         warn: Callable[[str], None],
         listening: Listening | None = None,
     ) -> None:
+        """Make a pool whose workers are not started yet. ``start_worker`` starts one on this machine; ``warn`` receives
+        warnings for users; ``listening`` is described at the class."""
         super().__init__(start_worker, config, ByHalves(), warn=warn)
         self._config = config
         self._listening = listening
@@ -192,7 +206,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
                 await super().keep()
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
-        """Make one attempt in a worker; begin it again if its worker is lost and the attempt is not to blame.
+        """Make one attempt at ``task`` in a worker, and return its rewards. It begins again if its worker is lost and
+        the attempt is not to blame. ``episode`` answers its model queries and records its turns.
 
         Raises :class:`~headrace.base.errors.EpisodeError`, with the reason, if the episode failed.
         """
@@ -224,16 +239,17 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         )
 
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
-        """Return the worker of a new process, which gets the process's messages from now on."""
+        """Return the worker of a new process on the machine of ``group``. The process's messages go to it from now
+        on."""
         worker = EnvironmentWorker(process, group)
         assert isinstance(process.peer, EnvPeer)
         process.peer.worker = worker
         return worker
 
     async def attempt(self, worker: EnvironmentWorker, call: EpisodeCall, number: int) -> EpisodeDone | CallLoss:
-        """Run an episode in a worker, from the beginning if an earlier worker began it, and return its end or why it
-        was lost. With an endpoint, the episode has a session of its own there, and a failure names the last request
-        that the endpoint refused."""
+        """Run an episode in a worker as call ``number``, from the beginning if an earlier worker began it. Return the
+        worker's report of its end, or why it was lost. With an endpoint, the episode has a session of its own there,
+        and a failure names the last request that the endpoint refused."""
         if call.begun:
             call.episode.restart()
         call.begun = worker.served = True
@@ -250,8 +266,10 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
     async def _in_worker(
         self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
     ) -> EpisodeDone | CallLoss:
-        """Run the episode in a worker until it has ended or is lost. If it is cancelled, let the worker end it in the
-        background."""
+        """Send ``order`` to a worker and answer the episode's queries until it has ended or is lost; return the report
+        of its end, or why it was lost. If it is cancelled, let the worker end it in the background. Raises
+        :class:`~headrace.base.errors.EpisodeError` if the episode blocked the worker's event loop, or if its row of
+        data cannot be sent."""
         if worker.left.is_set():  # the worker was retired while the session was being opened
             return CallLoss.INNOCENT
         peer = worker.process.peer
@@ -284,7 +302,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         return CallLoss.INNOCENT if worker.replaced else CallLoss.DIED
 
     async def _end_cancelled(self, worker: EnvironmentWorker, number: int) -> None:
-        """Order a worker to end a cancelled episode; retire the worker if the episode does not end."""
+        """Order a worker to end the cancelled episode ``number``. If it does not end within :data:`GRACE_S`, the worker
+        gets no more episodes, and is replaced when its others have ended."""
         peer = worker.process.peer
         ended = peer.expect(number, EpisodeDone)
         peer.send(Cancel(call=number))
@@ -295,8 +314,9 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         ended.cancel()
 
     async def watch(self, worker: EnvironmentWorker) -> str:
-        """Wait until the event loop of a worker is blocked, or the worker has fallen silent. Silence is counted in
-        checks, so that a standstill of this event loop counts as one check only."""
+        """Wait until code of an episode blocks the event loop of a worker, or the worker has sent nothing for
+        ``block_s``; return the warning that says so. The pool then kills the worker. Silence is counted in checks, so
+        that a standstill of this event loop counts as one check only."""
         quiet_checks = 0
         while quiet_checks * CHECK_S < self._config.block_s + CHECK_S:
             with contextlib.suppress(TimeoutError):

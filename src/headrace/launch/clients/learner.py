@@ -1,4 +1,6 @@
-"""The client of a learner that runs in another process."""
+"""The client of a learner that runs in another process, or in several, its *ranks*. The controller talks to rank 0,
+which passes orders on. To *publish* a version is to take a snapshot of the weights into one of the shared buffers
+(slots), and then to hash it and announce or send it to the engines."""
 
 from __future__ import annotations
 
@@ -31,16 +33,17 @@ COMPUTE_DEADLINE_S = 24 * 3600.0
 
 
 class RankClient(Peer):
-    """The controller's end of one rank of a learner, which reports what it is busy with and gets no orders from the
-    controller."""
+    """The controller's end of the conversation with one rank of a learner. A rank reports what it is busy with, so that
+    a hang is noticed; ranks other than 0 get no orders from the controller."""
 
     working: Working | None = None
     """The latest report on its work; ``None`` before the first."""
     heard_s = 0.0
-    """The time of that report, on the clock."""
+    """The time at which that report arrived, in seconds on this process's clock."""
 
     def handle(self, message: object) -> None:
-        """Note a heartbeat; other messages are answers to orders."""
+        """Store a report on the rank's work with the time of its arrival; any other message is unexpected here, and
+        raises :class:`~headrace.base.errors.RunError`."""
         if isinstance(message, Working):
             self.working, self.heard_s = message, RealClock().now()
         else:
@@ -48,7 +51,8 @@ class RankClient(Peer):
 
 
 class LearnerClient(RankClient):
-    """Implements the :class:`~headrace.learner.Learner` contract over a channel to rank 0."""
+    """The client of a learner, which implements the :class:`~headrace.learner.Learner` contract over a channel to rank
+    0. ``deadline_s`` is the longest wait for a version to be published after its snapshot."""
 
     def __init__(
         self,
@@ -59,6 +63,8 @@ class LearnerClient(RankClient):
         on_spans: Callable[[Sequence[Span]], None],
         deadline_s: float,
     ) -> None:
+        """Make the client of the learner process ``name`` (rank 0) over ``channel``. ``deadline_s`` is described at the
+        class, the others at :class:`~headrace.launch.clients.peer.Peer`."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
@@ -77,22 +83,24 @@ class LearnerClient(RankClient):
         """The newest version of which the learner has taken a snapshot."""
 
     async def train(self, batch: Batch) -> StepReport:
-        """Let the learner train on a batch, and return the report of the step."""
+        """Let the learner make one step on ``batch``, and return the report of the step, with its metrics."""
         call = self.next_call()
         trained = self.expect(call, Trained)
         self.send(Train(call=call, batch=batch))
         return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
-        """Let the learner compute the logprob of each token of a batch under its weights."""
+        """Let the learner compute the logprob of each token of a batch under its present weights, and return them in
+        the order of the batch's tokens."""
         call = self.next_call()
         computed = self.expect(call, LogprobsReply)
         self.send(Logprobs(call=call, batch=batch))
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
     async def snapshot(self, version: int, slot: int) -> Publication:
-        """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It sends
-        them to the engines afterwards, while it trains on."""
+        """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It
+        publishes the copy afterwards, while it trains on; :meth:`published` waits for that. The result says how long
+        training stood still for the copy."""
         call = self.next_call()
         taken = self.expect(call, SnapshotTaken)
         self._announced[version] = self.expect(call, Published)
@@ -117,19 +125,23 @@ class LearnerClient(RankClient):
         return Publication(version=version, slot=slot, exposed_s=answer.seconds)
 
     async def published(self, publication: Publication) -> WeightUpdate:
+        """Wait until the learner has published the version of which :meth:`snapshot` has returned the publication, and
+        return the update with which engines stage it."""
         version = publication.version
         announced = self._announced.pop(version)
         return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
-        """Let the learner send a version once more, whole instead of as a difference, to the engines that lack it."""
+        """Let the learner send a version once more, whole instead of as a difference, to the engines that lack it, and
+        return the update with which they stage it."""
         call, version = self.next_call(), publication.version
         announced = self.expect(call, Published)
         self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
         return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
-        """Let the learner write a snapshot to ``directory``, and wait until it is complete."""
+        """Let the learner write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until it
+        is complete."""
         call = self.next_call()
         saved = self.expect(call, Saved)
         self.send(Save(call=call, directory=str(directory)))

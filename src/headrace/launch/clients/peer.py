@@ -1,4 +1,9 @@
-"""The part that all clients share: orders to a process, and the answers to them."""
+"""The part that all clients share: orders to a process, and the answers to them.
+
+Each order has a number, its *call*, which the answers to it carry; one order may have several answers of different
+types. A process first reports that it is ready, with the run's secret token. *Spans* are times of activity that it
+reports for the event trace.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +16,25 @@ from headrace.base import errors
 from headrace.base.clock import TimeLimit
 from headrace.base.errors import DeadlineError, HeadraceError, RunError
 from headrace.base.types.messages.controller import Answer, Failure, Ready, Timed
-from headrace.base.types.trace import Span, earlier
+from headrace.base.types.trace import Span, shifted_back
 from headrace.launch.channel import OrdersEnd
 
 A = TypeVar("A")
 
 
 class Peer:
-    """The controller's end of the conversation with one process."""
+    """The controller's end of the conversation with one process: it sends orders, matches answers to them, and notes
+    errors that the process reports. The clients of engine, learner and workers derive from it.
+
+    ``token`` is the secret that the process must know to belong to this run; ``on_spans`` receives the spans that it
+    reports.
+    """
 
     def __init__(
         self, name: str, channel: OrdersEnd, *, token: str, on_spans: Callable[[Sequence[Span]], None]
     ) -> None:
+        """Make the peer of the process ``name``, which is reached over ``channel``. It belongs to the running event
+        loop. The other arguments are described at the class."""
         self.name = name
         self._channel = channel
         self._token = token
@@ -57,12 +69,13 @@ class Peer:
         self._channel.send(message)
 
     def expect(self, call: int, kind: type[A]) -> asyncio.Future[A]:
-        """Return the future for an answer of type ``kind`` to order ``call``. It fails with the error that the process
-        reports."""
+        """Return the future for an answer of type ``kind`` to the order with the number ``call``. Called before the
+        order is sent. It fails with the error that the process reports for this order."""
         future: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         self._expected[call, kind] = future
 
         def forget(done: asyncio.Future[A]) -> None:
+            """Stop expecting the answer of a future that is done."""
             self._expected.pop((call, kind), None)
             if not done.cancelled():
                 done.exception()  # marks the error as retrieved: asyncio would log it if no task waits any more
@@ -76,9 +89,10 @@ class Peer:
         return bool(self._expected)
 
     async def answer(self, future: asyncio.Future[A], what: str, deadline_s: float) -> A:
-        """Wait for an answer. Raises :class:`~headrace.base.errors.DeadlineError`, with the name of the process and of
-        the order, after ``deadline_s``. The time in which the process is stopped does not count where
-        :attr:`waits_while_halted` says so: the stall watchdog limits it."""
+        """Wait for the answer ``future`` (of :meth:`expect`) and return it, or raise the error that the process
+        reported instead. Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``what``
+        names the order in it. Time in which the process is stopped does not count if :attr:`waits_while_halted` is set:
+        the stall watchdog limits it."""
         try:
             async with TimeLimit(deadline_s, held=lambda: bool(self.halted) and self.waits_while_halted):
                 await asyncio.wait([future])
@@ -93,8 +107,8 @@ class Peer:
 
     async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until the process is ready, or until ``dying`` is done because it has died; return whether it is ready.
-        Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s``, with a ``hint`` at the possible
-        cause."""
+        Raises :class:`~headrace.base.errors.DeadlineError` after ``deadline_s`` seconds; ``hint`` says in it what the
+        cause may be."""
         first: set[asyncio.Future[Any]] = {dying, self.ready}
         try:
             async with TimeLimit(deadline_s):
@@ -107,7 +121,8 @@ class Peer:
         return self.ready.done()
 
     async def listen(self) -> None:
-        """Route every message of the process; this ends only by cancellation."""
+        """Receive every message of the process and deliver it; this ends only by cancellation, or by the error of a
+        message that is not allowed."""
         while True:
             for message in await self._channel.receive():
                 self._route(message)
@@ -119,8 +134,8 @@ class Peer:
         self._channel.close()
 
     def handle(self, message: Any) -> None:
-        """Handle a message that is not an answer. Clients override this; here it raises
-        :class:`~headrace.base.errors.RunError`."""
+        """Handle a message that answers no order. Clients override this for the messages that their process sends by
+        itself; here it raises :class:`~headrace.base.errors.RunError`."""
         raise RunError(f"{self.name} sent an unexpected {type(message).__name__}", remedy="use one version of headrace")
 
     def _route(self, message: Any) -> None:
@@ -130,7 +145,7 @@ class Peer:
             words = f"{self.name} sent a {type(message).__name__} before it proved to be of this run"
             raise RunError(words, remedy="start the run again")
         if isinstance(message, Timed):
-            self._on_spans(earlier(message.spans, self.clock_ahead_s))
+            self._on_spans(shifted_back(message.spans, self.clock_ahead_s))
         if isinstance(message, Ready):
             self._accept_ready(message)
         elif isinstance(message, Failure):
@@ -143,16 +158,16 @@ class Peer:
             self.handle(message)
 
     def _accept_ready(self, message: Ready) -> None:
-        """Note that the process is ready. Raises :class:`~headrace.base.errors.RunError` if it does not know the run's
-        token."""
+        """Record that the process is ready, and wake the tasks that wait for it. Raises
+        :class:`~headrace.base.errors.RunError` if the process does not know the run's token."""
         if not hmac.compare_digest(message.token, self._token):
             raise RunError(f"a process that is not of this run claims to be {self.name}", remedy="start the run again")
         if not self.ready.done():
             self.ready.set_result(message)
 
     def _fail(self, message: Failure) -> None:
-        """Give a failure that the process reported to the call that it names; a failure without a call is that of the
-        whole process."""
+        """Let the calls fail whose order number a reported failure names. A failure without a number is that of the
+        whole process, and is stored in :attr:`reported_error`."""
         error = error_of(message)
         if message.call is None:
             self.reported_error = error
@@ -164,8 +179,8 @@ class Peer:
 
 
 def error_of(failure: Failure) -> HeadraceError:
-    """Return the error that a part has reported, as an exception of its class; as a
-    :class:`~headrace.base.errors.RunError` if there is no class of that name."""
+    """Return the failure that a process has reported as an exception of the class that it names, or as a
+    :class:`~headrace.base.errors.RunError` if Headrace has no error of that name."""
     kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class
     known = isinstance(kind, type) and issubclass(kind, HeadraceError)
     error: HeadraceError = (kind if known else RunError)(failure.problem, remedy=failure.remedy)
@@ -191,6 +206,8 @@ class ForeignPeer(Peer):
             self.reported.set()
 
     def _fail(self, message: Failure) -> None:
-        if self.ready.done():  # an error before that says that the user's file cannot be used
+        """Handle a failure that the process reported. Before the process is ready, it says that the user's file cannot
+        be used; afterwards, it breaks the protocol, and raises :class:`~headrace.base.errors.RunError`."""
+        if self.ready.done():
             raise RunError(f"{self.name} says that it cannot continue: {message.problem}", remedy="look at its log")
         super()._fail(message)

@@ -41,7 +41,7 @@ MAX_IDLE_DEATHS = 8
 
 
 class WorkerProcess(Protocol):
-    """The process of a worker, as the pool uses it."""
+    """The process of a worker with its peer, as the pool uses it."""
 
     peer: Peer
 
@@ -69,11 +69,11 @@ class WorkerProcess(Protocol):
 
 
 class MachineGone(Exception):
-    """Raised when no worker can be started on a machine any more."""
+    """The error of an attempt to start a worker on a machine that has left or is lost."""
 
 
 class CallLoss(Enum):
-    """The reason why a call has no answer after its worker ended."""
+    """The reason why a call has no answer after its worker ended; it decides how the call is made again."""
 
     INNOCENT = auto()
     """The worker was ended for the sake of another call, or was stopped from outside."""
@@ -87,7 +87,8 @@ class CallLoss(Enum):
 
 @dataclass(slots=True, eq=False)
 class PoolCall:
-    """One call, over all attempts to make it in a worker."""
+    """One call (a reward to compute, or an episode to run), over all attempts to make it in a worker. Pools derive
+    their calls from it."""
 
     deaths: int = 0
     """Number of workers that died while they had this call."""
@@ -102,10 +103,11 @@ W = TypeVar("W", bound="Worker[Any]")
 
 @dataclass(slots=True, eq=False)
 class Worker(ABC, Generic[C]):
-    """One worker, from its start to its end."""
+    """One worker process, from its start to its end, as the pool sees it. ``C`` is the class of its calls."""
 
     process: WorkerProcess
     group: WorkerGroup
+    """The workers of its machine, to which it belongs."""
     calls: dict[int, C] = field(default_factory=dict)
     """The calls that the worker has now, by number."""
     settled: asyncio.Event = field(default_factory=asyncio.Event)
@@ -121,10 +123,12 @@ class Worker(ABC, Generic[C]):
 
     @abstractmethod
     def count_death(self) -> int:
-        """Count the worker's death if no call can be the cause; return the number of such deaths in a row."""
+        """Count the worker's death if none of its calls can be the cause, and return the number of such deaths in a row
+        on its machine. After :data:`MAX_IDLE_DEATHS` the run ends."""
 
     async def replace(self) -> None:
-        """Kill the worker because of one of its calls; the others are made again."""
+        """Kill the worker because of one of its calls, or because it is not needed any more; calls that it still has
+        are made again elsewhere."""
         self.replaced = True
         await self.process.kill()
 
@@ -138,13 +142,14 @@ class Worker(ABC, Generic[C]):
 
 @dataclass(slots=True, eq=False)
 class WorkerGroup:
-    """The workers of one machine."""
+    """The workers of one machine that a pool uses: how to start them, and those that run."""
 
     start_worker: Callable[[], Awaitable[WorkerProcess]]
     """Starts a worker. Raises :class:`MachineGone` once the machine has left or is lost."""
     num_workers: int
+    """The number of workers that the pool keeps on the machine."""
     tasks: asyncio.TaskGroup | None = None
-    """The tasks of the workers, while the machine belongs to a pool."""
+    """The tasks of the workers, while the machine belongs to a pool; ``None`` before that."""
     workers: set[Worker[Any]] = field(default_factory=set)
     """The workers that have not ended."""
     idle_deaths: int = 0
@@ -153,7 +158,8 @@ class WorkerGroup:
     """Set when no worker and no call may begin on the machine any more."""
 
     def lose(self) -> None:
-        """Note that the machine is lost with everything that ran there, so that none of its calls is blamed."""
+        """Record that the machine is lost with everything that ran there: nothing is started on it any more, and none
+        of its calls is blamed for the end of its worker."""
         self.leaving.set()
         for worker in self.workers:
             worker.replaced = True
@@ -161,7 +167,7 @@ class WorkerGroup:
 
 @dataclass(slots=True, eq=False)
 class WorkerSlot(Generic[W]):
-    """A place for one worker, which is empty while a new worker starts."""
+    """A place for one worker on the machine of ``group``. It is empty while a new worker starts in it."""
 
     group: WorkerGroup
     worker: W | None = None
@@ -171,7 +177,7 @@ class WorkerSlot(Generic[W]):
 
     @property
     def up(self) -> bool:
-        """Whether the worker in the slot takes calls."""
+        """Whether there is a worker in the slot that accepts calls."""
         worker = self.worker
         return worker is not None and not (worker.replaced or worker.left.is_set())
 
@@ -197,7 +203,8 @@ class Capacity:
 
     @asynccontextmanager
     async def held(self, *, first: bool = False) -> AsyncIterator[None]:
-        """Wait for capacity for one call, and hold it during the body; with ``first`` before all calls that wait."""
+        """Wait for capacity for one call, and hold it within the context. With ``first``, the call goes before all
+        calls that wait already: it has lost its place by the end of a worker."""
         if self.free > 0:
             self.free -= 1
         else:
@@ -216,23 +223,26 @@ class Capacity:
 
 
 class SuspectPolicy(Protocol[C]):
-    """Decides how calls are made whose worker has died, until the call that kills its workers is known."""
+    """A policy that decides how calls are made again whose worker has ended, until the call that kills its workers (the
+    culprit) is known. A pool has one."""
 
     def stays(self, call: C, loss: CallLoss) -> bool:
-        """Return whether the call is simply made again in the shared workers."""
+        """Return whether a call that was lost for the reason ``loss`` is simply made again in the shared workers. If
+        not, the pool calls :meth:`clear`."""
         ...
 
     def died(self, pool: WorkerPool[Any, C, Any], slot: WorkerSlot[Any], worker: Worker[C]) -> None:
-        """Note that a worker has died with its calls. This is called before the calls fail."""
+        """Take note that ``worker``, which was in ``slot``, has died with its calls. The pool calls this before the
+        calls end as lost."""
         ...
 
     async def clear(self, pool: WorkerPool[Any, C, Any], call: C, loss: CallLoss) -> Any:
-        """Make a suspected call until there is an answer, which is returned, or until it is
-        :attr:`CallLoss.CULPRIT`."""
+        """Make a suspected call, which was lost for the reason ``loss``, until there is an answer, and return the
+        answer; or return :attr:`CallLoss.CULPRIT` once it is known to end its workers."""
         ...
 
     def forget(self, call: C) -> None:
-        """Release the records of a call that is not made any more."""
+        """Release the records of a call that has been answered or given up."""
         ...
 
 
@@ -249,8 +259,12 @@ class PoolConfig:
 
 
 class WorkerPool(ABC, Generic[W, C, A]):
-    """A pool of workers that make calls. ``W`` is the class of its workers, ``C`` of its calls, ``A`` of their
-    answers."""
+    """A pool of worker processes that make calls: it keeps its slots filled, gives each call to a worker, and makes it
+    again if the worker is lost. ``W`` is the class of its workers, ``C`` of its calls, ``A`` of their answers.
+
+    ``start_worker`` starts a worker on this machine, ``suspects`` decides how lost calls are made again, and ``warn``
+    receives warnings for users.
+    """
 
     worker_name: ClassVar[str]
     """The name of a worker in messages, as in ``scoring worker``."""
@@ -269,6 +283,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         *,
         warn: Callable[[str], None],
     ) -> None:
+        """Make a pool whose workers are not started yet; :meth:`keep` starts them. The arguments are described at the
+        class."""
         self._pool_config = config
         self._suspects = suspects
         self._warn = warn
@@ -279,18 +295,20 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     @abstractmethod
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> W:
-        """Return a worker whose process has been started."""
+        """Return the record of a worker for ``process``, which has just been started on the machine of ``group``."""
 
     @abstractmethod
     async def attempt(self, worker: W, call: C, number: int) -> A | CallLoss:
-        """Make a call in a worker, under ``number``; return the answer, or the reason why there is none."""
+        """Send a call to ``worker`` as order ``number`` and wait for it; return the answer, or the reason why the call
+        was lost."""
 
     @abstractmethod
     async def watch(self, worker: W) -> str:
-        """Wait until a worker must be killed because it hangs; return the warning that says so."""
+        """Wait until ``worker`` must be killed because it hangs, and return the warning that says so; an empty text if
+        it is being killed already. The pool kills it if there is a warning."""
 
     def on_ready(self, facts: dict[str, str | int | float]) -> None:
-        """Note the facts that a worker reports when it is ready."""
+        """Take note of the facts that a worker reports by name when it is ready. By default they are ignored."""
 
     # -- for the users of a pool ------------------------------------------------------------------------------------
 
@@ -308,14 +326,15 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._warn(text)
 
     async def keep(self) -> None:
-        """Keep every slot filled. This ends only by cancellation, or by an error that ends the run: workers that do not
-        start, or that die without a call."""
+        """Keep a worker in every slot of this machine. This ends only by cancellation, or by an error that ends the
+        run: workers that do not start, or that die one after the other without a call that can be the cause."""
         async with asyncio.TaskGroup() as self._own.tasks:
             self._add_slots(self._own)
             await asyncio.Event().wait()
 
     async def started(self) -> None:
-        """Wait until every worker of this machine is up. If this machine has none, wait for one of another machine."""
+        """Wait until every worker of this machine is ready for calls. If the pool has none here, wait for one of
+        another machine."""
         while not self._is_up():
             await self._arrived.wait()
 
@@ -355,7 +374,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 worker.process.close()
 
     async def make(self, call: C) -> A | CallLoss:
-        """Make a call until there is an answer, or until it is found to end its workers, :attr:`CallLoss.CULPRIT`."""
+        """Make a call, as often as its worker is lost, and return the answer; or return :attr:`CallLoss.CULPRIT` if the
+        call is found to end its workers."""
         try:
             found = await self.in_shared(call)
             return await self._suspects.clear(self, call, found) if isinstance(found, CallLoss) else found
@@ -365,8 +385,9 @@ class WorkerPool(ABC, Generic[W, C, A]):
     # -- for policies for suspects ------------------------------------------------------------------------------------
 
     async def in_shared(self, call: C) -> A | CallLoss:
-        """Make a call in the shared workers, and make it again while the policy lets it stay there. It holds its
-        capacity in the meantime, so that calls that have not begun do not overtake it."""
+        """Make a call in the shared workers, and make it again while the policy lets it stay there. Return the answer,
+        or why the call was lost last. It holds its capacity in the meantime, so that calls that have not begun do not
+        overtake it."""
         found: A | CallLoss | None = None
         while found is None or (isinstance(found, CallLoss) and self._suspects.stays(call, found)):
             async with self._capacity.held(first=found is not None):
@@ -383,8 +404,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
                 return found
 
     async def worker(self, slot: WorkerSlot[W] | None = None) -> W:
-        """Wait until a worker takes calls, and return it: the worker of ``slot`` or, without one, the shared worker
-        with the fewest calls."""
+        """Wait until there is a worker that accepts calls, and return it: the worker in ``slot`` or, without a slot,
+        the shared worker with the fewest calls."""
         while not (
             up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
         ):
@@ -392,7 +413,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return min(up, key=lambda worker: len(worker.calls))
 
     async def attempt_in(self, worker: W, call: C) -> A | CallLoss:
-        """Make a call in a worker once; return the answer, or the reason why there is none."""
+        """Make a call in ``worker`` once; return the answer, or the reason why it was lost. A death of the worker is
+        counted in the call."""
         number = worker.process.peer.next_call()
         worker.calls[number] = call
         worker.emptied.clear()
@@ -416,7 +438,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return self._slots[0].group
 
     async def begin(self, slot: WorkerSlot[W]) -> W:
-        """Start a worker in a slot. Raises :class:`MachineGone`."""
+        """Start a worker for ``slot``, and the task that supervises it; return the worker, which is not ready yet.
+        Raises :class:`MachineGone` if no worker can be started on the slot's machine any more."""
         group = slot.group
         worker = self.new_worker(await group.start_worker(), group)
         if not self.in_background(self._supervise(slot, worker), group):
@@ -427,7 +450,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         return worker
 
     async def keep_filled(self, slot: WorkerSlot[W]) -> None:
-        """Keep a worker in a slot while one is needed there and its machine is there."""
+        """Keep a worker in ``slot`` while one is needed there, and start another when it has ended. Return when the
+        slot's machine has left."""
         while not slot.group.leaving.is_set():
             await slot.needed.wait()
             try:
@@ -446,7 +470,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
     # -- slots and workers --------------------------------------------------------------------------------------------
 
     def _add_slots(self, group: WorkerGroup) -> list[asyncio.Task[None]]:
-        """Add the slots of a machine; return the tasks that keep them filled."""
+        """Add empty slots for the workers of ``group`` and the capacity for their calls; return the tasks that keep the
+        slots filled."""
         assert group.tasks is not None
         slots: list[WorkerSlot[W]] = [WorkerSlot(group) for _ in range(group.num_workers)]
         self._slots += slots
@@ -468,7 +493,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         self._arrived = asyncio.Event()
 
     async def _supervise(self, slot: WorkerSlot[W], worker: W) -> None:
-        """Receive a worker's messages and watch it, from its start to its end."""
+        """Receive a worker's messages and watch it, from its start to its end; then record its end, tell the policy for
+        suspects and warn. Closing its process makes the calls that it still has end as lost."""
         process, peer = worker.process, worker.process.peer
         async with asyncio.TaskGroup() as tasks:
             listening = tasks.create_task(peer.listen())
@@ -496,13 +522,15 @@ class WorkerPool(ABC, Generic[W, C, A]):
             self._note_death(worker, cause, num_lost)
 
     async def _kill_when_stuck(self, worker: W) -> None:
+        """Wait until :meth:`watch` finds that a worker hangs; then warn and kill it."""
         if warning := await self.watch(worker):
             self._warn(warning)
             await asyncio.shield(worker.process.kill())  # its end cancels this task
 
     def _note_death(self, worker: W, cause: str, num_lost: int) -> None:
-        """Warn that a worker has died. Raises the error that it reported, or an :class:`~headrace.base.errors.EnvError`
-        if too many have died without a call."""
+        """Warn that a worker has died for the reason ``cause`` with ``num_lost`` calls. Raises the error that it
+        reported, if it did, or an :class:`~headrace.base.errors.EnvError` if too many workers have died in a row
+        without a call that can be the cause."""
         if worker.process.peer.reported_error is not None:
             raise worker.process.peer.reported_error
         idle_deaths = worker.count_death()
@@ -516,7 +544,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
 
 def start_in(tasks: asyncio.TaskGroup, work: Coroutine[Any, Any, None]) -> asyncio.Task[None] | None:
-    """Start a task in a group; return ``None`` if the group is ending and takes no more tasks."""
+    """Start ``work`` as a task in a group and return the task; ``None``, with ``work`` closed, if the group is ending
+    and takes no more tasks."""
     try:
         return tasks.create_task(work)
     except RuntimeError:

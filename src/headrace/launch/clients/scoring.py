@@ -1,4 +1,5 @@
-"""The pools of scoring workers, one for each component of the reward. User code may hang in a call, or kill its worker.
+"""The pools of scoring workers: processes that call the user's reward functions, one pool for each component of the
+reward. User code may hang in a call, or kill its worker.
 
 The time of a call is measured from the moment when its worker begins it (``Started``). A call that has not returned by
 its deadline fails its own episode only: the worker is killed and replaced, and its other calls are made again. If it is
@@ -32,14 +33,16 @@ MOST_BLOCKED = 8
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class ScoreCall(PoolCall):
-    """One call of a reward function."""
+    """One call of a reward function, over all workers in which it is made."""
 
     request: ScoreCompletions
+    """The task and the completions to score."""
 
 
 @dataclass(slots=True, eq=False)
 class ScoringWorker(Worker[ScoreCall]):
-    """A process that calls the reward function."""
+    """A process that calls one reward function, as the pool sees it: the calls that it has begun, and what is known of
+    a call that was late."""
 
     begun: int = 0
     """Number of calls that it has begun and that have not returned."""
@@ -72,12 +75,15 @@ class ScoringWorker(Worker[ScoreCall]):
         return self.computed_s
 
     def count_death(self) -> int:
+        """Count the worker's death as idle if it had begun no call, answered none and broke no protocol; return the
+        number of idle deaths in a row on its machine."""
         blamed = self.begun or self.answered or self.process.peer.protocol_violation
         self.group.idle_deaths += not blamed  # one of its calls may be to blame: each will be tried alone
         return self.group.idle_deaths
 
     def loss(self, *, begun: bool) -> CallLoss:
-        """Return the reason why it has lost a call; ``begun`` says whether it had begun the call."""
+        """Return the reason why one of its calls is lost, now that the worker has ended. ``begun`` says whether it had
+        begun that call."""
         if self.frozen:
             return CallLoss.INNOCENT
         if not self.replaced:
@@ -94,7 +100,8 @@ class ScorerPoolConfig(PoolConfig):
 
 
 class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
-    """Computes one component of the reward in worker processes."""
+    """The pool of scoring workers for one component of the reward: it lets worker processes call the reward function.
+    A reward that fails or is late is a failure of its own episode only."""
 
     worker_name = "scoring worker"
     lost_calls = "its calls are made again"
@@ -108,20 +115,27 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         *,
         warn: Callable[[str], None],
     ) -> None:
+        """Make a pool whose workers are not started yet. ``start_worker`` starts one on this machine; ``warn`` receives
+        warnings for users."""
         super().__init__(start_worker, config, OneByOne(), warn=warn)
         self.by_group = False
+        """Whether the reward function scores all completions of a task in one call; known when a worker is ready."""
         self.wants: frozenset[str] = frozenset()
+        """The names of the optional columns that the reward function takes; known when a worker is ready."""
         self._timeout_s = config.timeout_s
         self._num_tried = 0  # calls that are being made
         self._num_blocked = 0  # calls in a row that blocked their worker until they were late
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        """Score completions of ``task`` by the reward function in a worker, and return their rewards or the failure.
+        ``context`` has what optional columns need."""
         return await self._answer(self._request(task, completions, context))
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Scores:
-        """Score one turn of an episode from its text and from ``history``, all that the model had read before it."""
+        """Score one turn of an episode: its ``text``, with ``history``, all that the model had read before it, and
+        ``turn``, its index in the episode."""
         request = self._request(task, (text,), context)
         return await self._answer(msgspec.structs.replace(request, history=history, turn=turn))
 
@@ -134,16 +148,19 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         return msgspec.structs.replace(request, trainer=context.trainer) if "trainer" in self.wants else request
 
     async def _answer(self, request: ScoreCompletions) -> Scores:
-        """Return the scores of a request. If its worker died even while it ran no other call, they are a failure."""
+        """Let a worker score a request, and return the scores. They are a failure (``reward_crashed``) if the request
+        was found to kill its workers, even alone in one."""
         found = await self.make(ScoreCall(request=request))
         if isinstance(found, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
         return found
 
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
+        """Return the record of the worker for ``process``, which has just been started on the machine of ``group``."""
         return ScoringWorker(process, group)
 
     def on_ready(self, facts: dict[str, str | int | float]) -> None:
+        """Store what a ready worker reports of the reward function: ``by_group`` and ``wants``."""
         self.by_group, self.wants = bool(facts["by_group"]), frozenset(str(facts["wants"]).split())
 
     async def attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
@@ -162,7 +179,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             self._num_tried -= 1
 
     async def _attempt(self, worker: ScoringWorker, call: ScoreCall, number: int) -> Scores | CallLoss:
-        """Do what :meth:`attempt` says, for a call that is made."""
+        """Send a call to ``worker`` as order ``number``, and return its scores, a failure as scores, or why the call
+        was lost. The time limit counts from the moment when the worker begins the call."""
         peer = worker.process.peer
         begun, scored = peer.expect(number, Started), peer.expect(number, Scored)
         scored.add_done_callback(partial(_mark_begun, begun))
@@ -192,7 +210,8 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
 
     async def _in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
-        """Return the answer. If it does not come in time, kill the worker and raise ``TimeoutError``."""
+        """Wait up to the pool's time limit for ``scored``, the answer of a call that has begun, and return it. If it
+        does not come in time, find out who may be to blame, kill the worker and raise ``TimeoutError``."""
         before_s = await worker.recently_computed_s(self._timeout_s / NUM_CHECKS)
         try:
             async with TimeLimit(self._timeout_s):
@@ -205,8 +224,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             raise
 
     async def _find_blame(self, worker: ScoringWorker, before_s: float) -> None:
-        """Find out, before the worker is killed, whether another call may have blocked the one that has not
-        returned."""
+        """Find out, before the worker of a late call is killed, whether its process was stopped (``frozen``), or
+        another call may have blocked the late one (``crowded``). ``before_s`` is the processor time that the process
+        had used when the call began, in seconds. For several late calls of one worker, the first finds it out."""
         if worker.replaced:
             await worker.judged.wait()
             return
@@ -223,8 +243,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.warn(f"a reward has not returned for {self._timeout_s:g} s: its worker is replaced{why}")
 
     async def watch(self, worker: ScoringWorker) -> str:
-        """Wait until a worker has calls, has begun none of them, and begins none for as long as a call may take. That
-        time is counted in checks, so that a standstill of this event loop counts as one check only."""
+        """Wait until a worker has calls, but has begun none of them for as long as a call may take; return the warning
+        that says so, with which the pool kills it. Return an empty text if it is being replaced already. The time is
+        counted in checks, so that a standstill of this event loop counts as one check only."""
         quiet_checks, num_begun = 0, 0
         while quiet_checks < NUM_CHECKS:
             await asyncio.sleep(self._timeout_s / NUM_CHECKS)
@@ -240,14 +261,15 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
 
 
 def _mark_begun(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:
-    """Mark a call that is done as begun, whether its worker reported that or not."""
+    """Set the future ``begun``, for which the caller waits first, when the answer to the same call has come or the call
+    has failed without the report that it was begun."""
     if not begun.done():
         begun.set_result(None)
 
 
 class ScoringStage:
-    """The components of the reward side by side, each with its own queue, workers and deadline, so that none waits for
-    another."""
+    """All components of the reward: a pool of scoring workers for each, with its own queue and time limit, so that none
+    waits for another. ``rewards`` are the settings of the components; ``rubric`` combines their scores."""
 
     def __init__(
         self,
@@ -258,6 +280,9 @@ class ScoringStage:
         warn: Callable[[str], None],
         on_span: Callable[[Span], None],
     ) -> None:
+        """Make one pool for each of ``rewards``; no worker is started yet. ``start_worker`` starts a worker of a
+        component, ``start_timeout_s`` is the longest time for that, and ``on_span`` receives the times of scoring for
+        the event trace."""
         self._pools = [
             ScorerPool(
                 partial(start_worker, reward),
@@ -288,6 +313,6 @@ class ScoringStage:
                 group.create_task(pool.keep())
 
     async def started(self) -> None:
-        """Wait until every worker is up."""
+        """Wait until every worker of every pool is ready for calls."""
         for pool in self._pools:
             await pool.started()

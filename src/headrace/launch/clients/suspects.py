@@ -27,7 +27,8 @@ TRIALS = 4
 
 
 class OneByOne:
-    """Make calls whose worker died once more in the shared workers, a few at a time, and then each alone."""
+    """The policy for short calls, such as rewards: calls whose worker died are made once more in the shared workers, a
+    few at a time, and then, if that worker dies too, each alone in one additional worker."""
 
     def __init__(self) -> None:
         self._few = asyncio.Semaphore(SUSPECTS)
@@ -35,9 +36,12 @@ class OneByOne:
         self._slot: WorkerSlot[Any] | None = None
 
     def stays(self, call: PoolCall, loss: CallLoss) -> bool:
+        """Return whether ``call`` is simply made again in the shared workers: only if it cannot be to blame."""
         return loss is CallLoss.INNOCENT
 
     def died(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
+        """If the additional worker has died after it was ready, start no other one in its slot until a call needs
+        it."""
         if slot is self._slot and worker.settled.is_set():  # else a call still waits for one that starts
             slot.needed.clear()
 
@@ -54,10 +58,11 @@ class OneByOne:
         return CallLoss.CULPRIT if isinstance(found, CallLoss) else found
 
     def forget(self, call: PoolCall) -> None:
-        pass
+        pass  # this policy keeps no records of single calls
 
     async def _make_alone(self, pool: WorkerPool[Any, Any, Any], call: PoolCall) -> Any:
-        """Make a call in a worker that runs nothing else, until it is answered or known to have ended its worker."""
+        """Make ``call`` in the additional worker, where it runs alone, and return the answer, or the loss if the worker
+        ended because of the call."""
         if self._slot is None:
             self._slot = WorkerSlot(await pool.some_group())
             pool.in_background(pool.keep_filled(self._slot))
@@ -80,15 +85,17 @@ class SuspectTrial:
     """Set when none of its calls needs the worker any more."""
 
     def leave(self) -> None:
-        """Note that one of its calls has ended, or has lost the worker."""
+        """Record that one of the trial's calls no longer needs its worker: it has ended, has lost the worker, or will
+        not be made. After the last call, the trial is over."""
         self.num_suspects -= 1
         if not self.num_suspects:
             self.ended.set()
 
 
 class ByHalves:
-    """Make calls whose worker died again in the shared workers. Calls whose second worker dies are divided into halves,
-    each of which is tried in a worker of its own."""
+    """The policy for long calls, such as episodes: calls whose worker died are made again in the shared workers. Calls
+    that lose a second worker are suspects; they are divided into halves, and each half gets a *trial*: its calls are
+    made in a worker of their own."""
 
     def __init__(self) -> None:
         self._trials = asyncio.Semaphore(TRIALS)
@@ -98,6 +105,8 @@ class ByHalves:
         """The suspects that have a worker of their own."""
 
     def stays(self, call: PoolCall, loss: CallLoss) -> bool:
+        """Return whether ``call`` is simply made again in the shared workers: if it cannot be to blame, or if its
+        worker died and it is no suspect yet."""
         return loss is CallLoss.INNOCENT or (loss is CallLoss.DIED and call not in self._assigned)
 
     def died(self, pool: WorkerPool[Any, Any, Any], slot: WorkerSlot[Any], worker: Worker[Any]) -> None:
@@ -124,7 +133,7 @@ class ByHalves:
 
     async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
         """Make a lost call again, in the worker of its half if it is a suspect, until it is answered or found to be the
-        cause."""
+        cause. Return the answer or :attr:`CallLoss.CULPRIT`; another loss ends the attempts too."""
         found: Any = loss
         while found in (CallLoss.INNOCENT, CallLoss.DIED):
             trial = self._assigned.pop(call, None)
@@ -132,11 +141,14 @@ class ByHalves:
         return found
 
     def forget(self, call: PoolCall) -> None:
-        if trial := self._assigned.pop(call, None):  # it was cancelled before it could begin there
+        """Note that ``call`` has ended, with or without an answer. If it is assigned to a trial in which it has not
+        begun, it is removed from that trial, which then does not wait for it."""
+        if trial := self._assigned.pop(call, None):  # the call was cancelled before it began in the trial
             trial.leave()
 
     async def _in_trial(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, trial: SuspectTrial) -> Any:
-        """Make one suspected call in the worker of its trial."""
+        """Make one suspected call in the worker of its trial. Return the answer or the loss: ``CULPRIT`` if the worker
+        died and the call was alone there."""
         if trial.num_suspects == 1:
             self._alone.add(call)
         try:
@@ -148,15 +160,16 @@ class ByHalves:
             trial.leave()
 
     async def _hold_worker(self, pool: WorkerPool[Any, Any, Any], trial: SuspectTrial) -> None:
-        """Keep a worker for a trial, from the time when one more may be started until none of its calls needs it."""
+        """Keep a worker for ``trial`` until none of its calls needs it: wait until one more trial may run, start a
+        worker, and start another if it dies before it is ready or its machine leaves."""
         async with self._trials:
             while not trial.ended.is_set():
                 with suppress(MachineGone):
                     await self._serve(pool, trial, WorkerSlot(await pool.some_group()))
 
     async def _serve(self, pool: WorkerPool[Any, Any, Any], trial: SuspectTrial, slot: WorkerSlot[Any]) -> None:
-        """Start one worker for a trial, and keep it until its calls need no worker any more. Return early if the worker
-        died before it was ready."""
+        """Start one worker in ``slot`` for the calls of ``trial``, and keep it until they need no worker any more.
+        Return early if the worker died before it was ready."""
         worker = await pool.begin(slot)
         try:
             await worker.settled.wait()

@@ -1,7 +1,8 @@
 """The process of an engine: a plain synchronous step loop, which reads its orders between two steps. Staging has a
-thread.
+thread. A commit is answered when it has taken effect, since some modes let sequences finish first.
 
-A commit is answered when it has taken effect, since some modes let sequences finish first.
+An order carries a number, its *call*, which the answer repeats. Messages are recorded and replayed by step, if the run
+asks for it, so that a replay samples the same tokens.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ REPORT_S = 0.25
 
 
 def run_engine(start: EngineStart, channel: PartChannel) -> None:
-    """Load the engine, report that it is ready, and serve orders until it is ordered to shut down."""
+    """Load the engine that ``start`` describes, report over ``channel`` that it is ready, and serve orders until it is
+    ordered to shut down. This is the whole work of an engine's process."""
     torch.set_num_threads(start.num_threads)
     config = EngineConfig.model_validate(start.engine)
     with ENGINES.load(config.kind).open(_setup(start, config)) as opened:
@@ -79,11 +81,12 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
 
 
 def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
-    """Return what an engine kind needs to open its engine in this process."""
+    """Return the arguments with which the chosen kind of engine opens its engine in this process, from the settings
+    ``start`` that the launcher sent."""
     route = Route(address=start.memory) if start.own_weights else start.route
 
     def adopt(core: EngineCore, tensors: Mapping[str, Tensor]) -> None:
-        """Give a new engine its initial weights as version 0, through the same transport as later versions."""
+        """Give a new engine the tensors of its own model as version 0, through the same transport as later versions."""
         publisher = make_publisher(route, tensors)
         publisher.copy(0)
         core.stage(publisher.announce(0, 0))
@@ -107,7 +110,8 @@ def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHostConfig:
-    """The additions of a recorded or replayed run to an engine's loop, and the cores and the clock that it uses."""
+    """The recorder and the gate of a recorded or replayed run, and the cores and the clock that the engine's loop
+    uses."""
 
     recorder: DeliveryRecorder | None = None
     """Records the messages that the engine handles; ``None``: they are not recorded."""
@@ -119,7 +123,8 @@ class EngineHostConfig:
 
 
 class EngineHost:
-    """Drives one engine core by the orders of one channel."""
+    """The step loop of an engine's process: it drives the engine ``core`` by the orders that come over ``channel``, and
+    sends chunks, answers and counters back. ``stager`` is the thread in which versions are staged."""
 
     def __init__(
         self,
@@ -128,6 +133,8 @@ class EngineHost:
         stager: ThreadPoolExecutor,
         config: EngineHostConfig,
     ) -> None:
+        """Make the loop; :meth:`serve` runs it. The arguments are described at the class; ``config`` has the recorder,
+        the replay gate, the cores and the clock."""
         self._core = core
         self._channel = channel
         self._stager = stager
@@ -148,7 +155,8 @@ class EngineHost:
         self._spans: list[Span] = []
 
     def serve(self) -> None:
-        """Read orders, make a step and send reports, again and again; return on the order to shut down."""
+        """Read orders, make a step and send reports, again and again; return on the order to shut down. Raises
+        :class:`~headrace.base.errors.ComponentDied` if no more versions can be staged or committed."""
         # what the core committed before it had a host was nobody's order, so that no call waits for it
         self._core.take_swaps()
         while self._broken is None:
@@ -172,7 +180,8 @@ class EngineHost:
         raise self._broken
 
     def _receive(self) -> list[Message]:
-        """Return the orders that the engine must handle now; wait a moment for one if there is nothing to do."""
+        """Return the orders that the engine must handle before its next step; wait up to :data:`IDLE_S` for one if
+        there is nothing to do. In a replay, these are the orders that the record has at this step."""
         idle = not self._core.has_work()
         if self._gate is not None and self._gate.must_wait(self._steps):
             idle = self._gate.waits_at(self._steps)
@@ -188,12 +197,13 @@ class EngineHost:
         return messages
 
     def _may_step(self) -> bool:
+        """Return whether the core has work and, in a replay, need not wait for an order of the record first."""
         if self._gate is None:
             return self._core.has_work()
         return not self._gate.must_wait(self._steps) and self._core.has_work()
 
     def _handle(self, message: Message) -> list[TokenChunk]:
-        """Carry out a message of the controller, and return the chunks that result from it."""
+        """Carry out one order, and return the chunks that result from it: those of aborted and refused requests."""
         match message:
             case Generate(requests=requests):
                 return [refused for request in requests for refused in self._add(request)]
@@ -224,7 +234,8 @@ class EngineHost:
         return []
 
     def _stage_ordered(self, message: Stage) -> None:
-        """Stage a version that the controller has ordered."""
+        """Stage a version that the controller has ordered, and answer with the seconds that it took, or with the
+        failure. This runs in the thread that stages."""
         version, start_s = message.update.version, self._clock.now()
         failure = self._stage_in_core(message.update, message.call)
         if self._broken is None:
@@ -232,8 +243,8 @@ class EngineHost:
             self._channel.send(failure or Staged(call=message.call, version=version, seconds=seconds))
 
     def _stage_announced(self, message: Announce) -> None:
-        """Stage a version that the learner has announced, report it to the controller, and queue its commit if the
-        announcement says so."""
+        """Stage a version that the learner has announced, report the outcome to the controller, and queue its commit if
+        the announcement says so. This runs in the thread that stages."""
         version, start_s = message.update.version, self._clock.now()
         failure = self._stage_in_core(message.update, None)
         if self._broken is not None:
@@ -245,7 +256,8 @@ class EngineHost:
             self._channel.send_to_self(Commit(call=ANNOUNCED, version=version, mode=message.commit))
 
     def _stage_in_core(self, update: WeightUpdate, call: int | None) -> Failure | None:
-        """Stage ``update`` in the core, and return the failure if there is one. This runs in the thread that stages."""
+        """Stage ``update`` in the core, and return the failure as a message with the number ``call``; ``None`` if it is
+        staged, or if the engine has to end. This runs in the thread that stages."""
         try:
             self._core.stage(update)
         except ComponentDied as error:
@@ -258,7 +270,8 @@ class EngineHost:
         return None
 
     def _commit(self, message: Commit) -> None:
-        """Begin a commit; its answer is sent when the engine reports it."""
+        """Let the core begin a commit. Its answer is sent when the core reports that it has taken effect; a commit that
+        the core refuses is answered with the failure."""
         try:
             self._core.commit(message.version, message.mode)
         except HeadraceError as error:
@@ -270,7 +283,8 @@ class EngineHost:
             self._answer_commits()
 
     def _answer_commits(self) -> None:
-        """Answer the commits that the engine has completed, with their spans."""
+        """Answer the commits that the core has completed, after a report of the counters and of the times of the
+        commits (spans)."""
         for report in self._core.take_swaps():
             now_s = self._clock.now()
             self._spans.append(
@@ -282,7 +296,8 @@ class EngineHost:
             self._channel.send(Committed(call=self._commits.pop(report.version), report=report))
 
     def _score(self, message: ScoreTokens) -> None:
-        """Compute the log-probabilities of given tokens and send them."""
+        """Compute the logprobs of given tokens, and the likeliest entries if the order asks for them, and send them, or
+        the failure."""
         try:
             if message.top_k:
                 top = self._core.top_scores(message)
@@ -297,8 +312,8 @@ class EngineHost:
             self._channel.send(scores)
 
     def _report(self, chunks: list[TokenChunk], *, now: bool = False) -> None:
-        """Send chunks at once. Counters and spans go with them or, without chunks, after some time or at the end of the
-        work."""
+        """Send ``chunks``, with counters and spans. Without chunks, send these only ``now``, at the end of the work, or
+        if the last report is :data:`REPORT_S` ago."""
         time_s = self._clock.now()
         idle = self._busy_since is not None and not self._core.has_work()
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
@@ -317,8 +332,8 @@ class EngineHost:
 
 
 def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
-    """Return the spans of the time from ``start_s`` to ``end_s``. They stand for many passes, so all prefill time is
-    put first.
+    """Return the spans (for the event trace) of the time from ``start_s`` to ``end_s``, in which the engine worked and
+    spent ``prefill_s`` seconds on prompts. They stand for many passes, so all prefill time is put first.
 
     >>> [(span.name, span.end_s - span.start_s) for span in busy_spans(1.0, 1.25, 0.125)]
     [('prefill', 0.125), ('generate', 0.125)]
@@ -360,4 +375,5 @@ def _name_request(seed: int, run: RecordedEngine) -> str:
 
 
 def _failure(call: int | None, error: HeadraceError) -> Failure:
+    """Return the message that reports ``error`` as the answer to the order ``call``; ``None``: to no order."""
     return Failure(call=call, kind=type(error).__name__, problem=error.problem, remedy=error.remedy)

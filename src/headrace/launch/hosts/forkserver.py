@@ -4,7 +4,8 @@ It imports what engines and learners need and does nothing else: it has one thre
 user code, and draws no random number that two parts could share. Then it forks on request, and reports how each fork
 ends.
 
-CONTROL and LIFELINE are file descriptors; TITLE reserves space in which its forks show their command lines.
+CONTROL and LIFELINE are file descriptors: the socket of orders, and a pipe whose closing ends the process. TITLE
+reserves space in which its forks show their command lines.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ kinds that are refused, and to one optimizer, which imports it after the fork.""
 
 
 def serve(control: socket.socket, lifeline: int) -> None:
-    """Fork on request, until the controller has ended."""
+    """Carry out the orders to fork that come over the socket ``control``, and report the exit of each fork, until the
+    controller closes the socket. ``lifeline`` is this process's own, which forks close."""
     children: dict[int, int] = {}
     """The pid of each fork, by its pidfd."""
     poller = select.poll()
@@ -70,7 +72,9 @@ def serve(control: socket.socket, lifeline: int) -> None:
 def _answer_order(
     control: socket.socket, order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]
 ) -> tuple[int, int]:
-    """Fork a part and answer the order. Return the pidfd and the pid; zeros if the operating system refuses."""
+    """Fork the part of ``order`` and answer the order. Return the part's pidfd and its pid; (0, 0) if the operating
+    system refuses. ``received_fds`` are the part's lifeline and log; ``own_fds`` belong to this process, and the part
+    closes them."""
     try:
         pid = _fork(order, received_fds, (control.fileno(), *own_fds))
     except OSError as error:
@@ -82,17 +86,20 @@ def _answer_order(
 
 
 def _send(control: socket.socket, report: Report, *descriptors: int) -> None:
+    """Send a report to the controller, with file descriptors."""
     socket.send_fds(control, [msgspec.json.encode(report)], descriptors)
 
 
 def _reap(pid: int) -> ForkExit:
+    """Collect the exit status of the fork ``pid``, which has ended, and return the report of its exit code."""
     _, status = os.waitpid(pid, 0)
     return ForkExit(pid=pid, code=os.waitstatus_to_exitcode(status))
 
 
 def _fork(order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]) -> int:
-    """Fork a part and return its pid. When this returns, the part leads a session of its own, so that it can be killed
-    with everything it starts, and shows its own command line."""
+    """Fork the part of ``order`` and return its pid. When this returns, the part leads a session of its own, so that it
+    can be killed with everything it starts, and shows its own command line. ``received_fds`` are its lifeline and log;
+    it closes ``own_fds``."""
     waiting, started = os.pipe()
     try:
         pid = os.fork()
@@ -106,7 +113,9 @@ def _fork(order: ForkOrder, received_fds: list[int], own_fds: tuple[int, ...]) -
 
 
 def _run_part(order: ForkOrder, received_fds: list[int], fds_to_close: tuple[int, ...], started: int) -> int:
-    """Run a part in this new fork, and return its exit code."""
+    """Become the part of ``order`` in this new fork, run it to its end and return its exit code. ``received_fds`` are
+    its lifeline and log; ``fds_to_close`` belong to the fork server. Closing ``started`` tells the fork server that the
+    part has its own session."""
     os.setsid()
     for each in fds_to_close:
         os.close(each)
@@ -156,7 +165,7 @@ def _import() -> None:
 
 
 def main() -> None:
-    """Import the modules, then fork on request."""
+    """Import the modules, then fork on request until the controller has ended: the entry point of the process."""
     control, lifeline = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     part.kill_group_on_close(lifeline)

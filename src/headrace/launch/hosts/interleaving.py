@@ -1,15 +1,19 @@
-"""The recorder and the replay gate between an engine's channel and its step loop, by which a run can be repeated.
+"""The recorder and the replay gate between an engine's channel and its step loop, with which a run can be repeated.
 
 channel ──▶ ReplayGate (in a replay) ──▶ DeliveryRecorder ──▶ the engine
             holds messages back          records which message came
             until the recorded           before which step
             step, in its order
+
+A *step* is one pass of the engine; "after n steps" is before the engine makes step n + 1. A request is identified by
+its sampling seed, which is the same in every replay.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import zlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -29,7 +33,7 @@ from headrace.base.types.messages.engine import (
     Resume,
     ScoreTokens,
 )
-from headrace.launch.interleaving import EngineInput, RecordedInput
+from headrace.launch.interleaving import EngineInput, RecordedInput, with_checksum
 
 _INPUTS: dict[type, EngineInput] = {
     Generate: EngineInput.GENERATE,
@@ -47,11 +51,12 @@ class RequestNames:
     run."""
 
     def __init__(self) -> None:
+        """Make the record without requests."""
         self._seeds: dict[int, int] = {}
         self._ids: dict[int, int] = {}
 
     def begun(self, requests: Iterable[GenerateRequest]) -> None:
-        """Add requests that the engine has received."""
+        """Add requests that the engine receives now."""
         for request in requests:
             self._seeds[request.request_id] = request.sampling.seed
             self._ids[request.sampling.seed] = request.request_id
@@ -65,32 +70,39 @@ class RequestNames:
                     del self._ids[seed]
 
     def seeds(self, request_ids: Iterable[int]) -> tuple[int, ...]:
-        """Return the seeds of those of the requests that are in the engine."""
+        """Return the seeds of the requests with these ids, in order; those that are no longer in the engine are left
+        out."""
         return tuple(self._seeds[one] for one in request_ids if one in self._seeds)
 
     def ids(self, seeds: Iterable[int]) -> tuple[int, ...]:
-        """Return the ids of those of the requests that are in the engine."""
+        """Return the ids of the requests with these seeds, in order; those that are not in the engine are left out."""
         return tuple(self._ids[seed] for seed in seeds if seed in self._ids)
 
 
 class DeliveryRecorder:
-    """Appends each message to the record in ``path`` before the engine handles it, so that the line survives if the
-    process is killed. If the disk is full, recording stops and the run continues; a replay then fails at the missing
-    lines."""
+    """A recorder that appends each message to the file ``path`` before the engine handles it, so that the line survives
+    if the process is killed. ``names`` has the requests in the engine, by which messages are recorded. If the disk is
+    full, recording stops and the run continues; a replay then fails at the missing lines."""
 
     def __init__(self, path: Path, names: RequestNames) -> None:
+        """Open the record for appending, after what an earlier life of the run has written there."""
         self._names = names
         self._path = path
         self._encoder = msgspec.json.Encoder()
         self._file: int | None = None
+        self._crc = 0
+        """The CRC-32 of what the record holds."""
         try:
+            if path.is_file():
+                self._crc = zlib.crc32(path.read_bytes())
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         except OSError as error:
             self._stop_recording(error)
 
     def write(self, messages: Iterable[Message], steps: int) -> None:
         """Record that the engine handles ``messages`` after ``steps`` steps."""
-        lines = b"".join(self._line(message, steps) for message in messages if type(message) in _INPUTS)
+        told = (self._line(message, steps) for message in messages if type(message) in _INPUTS)
+        lines = b"".join(map(self._seal, filter(None, told)))
         if not lines or self._file is None:
             return
         try:
@@ -100,7 +112,7 @@ class DeliveryRecorder:
             self._stop_recording(error)
 
     def ended(self, chunks: Iterable[TokenChunk]) -> None:
-        """Note the chunks that the engine has sent, to forget requests that have ended."""
+        """Remove the requests from ``names`` that have ended with these chunks, which the engine returned."""
         self._names.ended(chunks)
 
     def _line(self, message: Message, steps: int) -> bytes:
@@ -119,15 +131,25 @@ class DeliveryRecorder:
             case Commit():
                 version = message.version
         line = RecordedInput(steps=steps, kind=_INPUTS[type(message)], seeds=seeds, version=version)
-        return self._encoder.encode(line) + b"\n"
+        return self._encoder.encode(line)
+
+    def _seal(self, line: bytes) -> bytes:
+        """Return a line of the record with its checksum, which covers the lines before it too, and remember that for
+        the next line."""
+        sealed = with_checksum(line, self._crc)
+        self._crc = zlib.crc32(sealed, self._crc)
+        return sealed
 
     def _stop_recording(self, why: object) -> None:
+        """Record nothing more, and write to the log that this run cannot be replayed, and why."""
         self._file = None
         sys.stderr.write(f"{self._path} cannot be written: {why}; this run cannot be replayed\n")
 
 
 class ReplayGate:
-    """Releases each message before the same step at which the recorded engine handled it, in the recorded order.
+    """The gate of a replay: it holds each message back until the step before which the recorded engine handled it, and
+    releases them in the recorded order. ``recorded`` are the lines of the record; ``deadline_s`` is the longest wait
+    for a message that is due; ``name_request`` names a request by its seed, for errors.
 
     The gate opens after the last recorded commit, since the weights are decided then. Requests are aborted when the
     record says so, because the controller of the replay may send an abort earlier or later.
@@ -142,8 +164,11 @@ class ReplayGate:
         deadline_s: float,
         name_request: Callable[[int], str],
     ) -> None:
+        """Make the gate, which holds messages back until the last commit of ``recorded`` is released. The arguments are
+        described at the class."""
         last = max((place for place, each in enumerate(recorded) if each.kind is EngineInput.COMMIT), default=-1)
         self._due = deque(recorded[: last + 1])
+        """The lines of the record, up to the last commit, whose messages have not been released yet."""
         self._names = names
         self._clock = clock
         self._deadline_s = deadline_s
@@ -154,7 +179,8 @@ class ReplayGate:
 
     @property
     def open(self) -> bool:
-        """Whether messages pass when they come."""
+        """Whether the gate is open: every recorded message up to the last recorded commit of weights has been released,
+        so that messages now pass as they arrive."""
         return not self._due
 
     def must_wait(self, steps: int) -> bool:
@@ -162,7 +188,8 @@ class ReplayGate:
         return bool(self._due) and self._due[0].steps <= steps
 
     def waits_at(self, steps: int) -> bool:
-        """Return whether a message is due after ``steps`` steps that has not come."""
+        """Return whether a message is due after ``steps`` steps that the controller has not sent yet, so that the
+        engine has to wait for it."""
         return self.must_wait(steps) and not self._has_arrived(self._due[0])
 
     def release(self, messages: list[Message], steps: int) -> list[Message]:
@@ -195,7 +222,8 @@ class ReplayGate:
             )
 
     def _held(self, message: Message) -> bool:
-        """Hold a message back; return ``False`` for one that passes at once."""
+        """Store ``message`` until its line of the record is due, and return ``True``; return ``False`` for a message
+        that passes at once, such as the order to stage. An abort is dropped: the record decides about it."""
         match message:
             case Generate(requests=requests):
                 for request in requests:
@@ -209,13 +237,14 @@ class ReplayGate:
         return True
 
     def _has_arrived(self, line: RecordedInput) -> bool:
-        """Return whether the message that ``line`` records has come."""
+        """Return whether the message that ``line`` records has come from the controller. An abort need not come."""
         if line.kind is EngineInput.GENERATE:
             return all(self._requests.get(seed) for seed in line.seeds)
         return line.kind is EngineInput.ABORT or bool(self._others[line.kind])
 
     def _take(self, line: RecordedInput) -> Message:
-        """Remove and return the message that ``line`` records, which has come."""
+        """Remove and return the message that ``line`` records, which has come. Raises
+        :class:`~headrace.base.errors.ReplayDiffers` for a commit of another version."""
         if line.kind is EngineInput.ABORT:
             return Abort(request_ids=self._names.ids(line.seeds))
         if line.kind is EngineInput.GENERATE:
@@ -243,8 +272,8 @@ class ReplayGate:
         return [*([Generate(requests=requests)] if requests else []), *others]
 
     def _wait(self, line: RecordedInput) -> None:
-        """Wait for a message that the controller has not sent yet, and raise
-        :class:`~headrace.base.errors.ReplayDiffers` after the deadline."""
+        """Check how long the message that ``line`` records is late, without waiting. Raises
+        :class:`~headrace.base.errors.ReplayDiffers` once it is late by more than the deadline."""
         now = self._clock.now()
         if self._late_since_s is None:
             self._late_since_s = now

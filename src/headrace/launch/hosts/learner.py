@@ -2,6 +2,9 @@
 in a thread while the next batch trains.
 
     controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
+
+A *rank* is one process of a learner that is divided among several. A version of the weights is *published* by copying
+it to a buffer (slot), hashing it and announcing it to the engines.
 """
 
 from __future__ import annotations
@@ -70,7 +73,9 @@ HEARTBEAT_S = 1.0
 
 
 def run_learner(start: LearnerStart, channel: PartChannel) -> None:
-    """Load the model, report that the learner is ready, and serve orders until it is ordered to shut down."""
+    """Join the other ranks, load the model that ``start`` describes, report over ``channel`` that the learner is ready,
+    and carry out orders until it is ordered to shut down. If another rank is lost, end this process with
+    :data:`~headrace.launch.hosts.EXIT_RANK_LOST`."""
     torch.set_num_threads(start.num_threads)
     config = LearnerConfig.model_validate(start.learner)
     device = use("learner.device", config.device)
@@ -87,7 +92,8 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
 
 
 def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> None:
-    """Load the model, report that the learner is ready, and serve its orders until it is told to end."""
+    """Load the model and, if ``start`` names one, the snapshot to continue from; report that the learner is ready, and
+    carry out ``orders`` until the order to shut down. Every rank runs this."""
     model_config = ModelConfig.model_validate(start.model)
     model = load_for(model_config.at(start.snapshot) if start.snapshot else model_config, orders.ranks)
     clock = RealClock()
@@ -119,13 +125,13 @@ def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> Non
 
 @contextmanager
 def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
-    """Report to the controller every :data:`HEARTBEAT_S` seconds which unit of work the learner is busy with, during
-    the body."""
+    """Within this context, report to the controller every :data:`HEARTBEAT_S` seconds which unit of work the learner is
+    busy with, from ``progress``. A thread sends the reports."""
     clock, over = RealClock(), threading.Event()
 
     def beat() -> None:
-        """Send heartbeats until ``over`` is set, each with what the learner works on and for how many seconds; this is
-        the body of a thread."""
+        """Send a report on the current unit of work every :data:`HEARTBEAT_S` seconds until ``over`` is set; this is
+        the body of the thread."""
         while not over.wait(HEARTBEAT_S):
             unit = progress.unit
             channel.send(
@@ -150,12 +156,14 @@ class OrderStream:
     """The controller's orders, which every rank receives, and the answers, which rank 0 sends for all."""
 
     def __init__(self, channel: PartChannel, ranks: AnyRanks) -> None:
+        """Receive orders from ``channel`` on rank 0, and from rank 0 on the others; ``ranks`` connects them."""
         self.channel = channel
         self.ranks = ranks
         self._codec = MessageCodec(Message)
 
     def receive(self) -> Iterator[Message]:
-        """Yield the orders one after the other, the same on every rank; this never ends."""
+        """Yield the controller's orders one after the other, the same on every rank: rank 0 receives them and passes
+        them on. This never ends."""
         while True:
             if isinstance(self.ranks, SingleRank):
                 yield from self.channel.receive(WAIT_S)
@@ -165,13 +173,13 @@ class OrderStream:
                 yield self._codec.decode(words)
 
     def answer(self, message: Any) -> None:
-        """Answer the controller; only rank 0 does."""
+        """Send ``message`` to the controller if this is rank 0; on other ranks, do nothing."""
         if self.ranks.is_leader:
             self.channel.send(message)
 
     def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
-        """Yield orders and pass them on to the other ranks. While there are none, send empty messages so that no rank
-        waits beyond its deadline."""
+        """Wait for orders on rank 0, and pass each on to the other ranks and yield it. If none comes for a while, send
+        the other ranks an empty message, so that none waits beyond its deadline."""
         messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
         for message in messages:
             ranks.broadcast(self._codec.encode(message))
@@ -181,15 +189,18 @@ class OrderStream:
 
 
 class PublishedBuffers:
-    """The weight buffers, which are filled with the tensors of all ranks. All ranks must call :meth:`copy`."""
+    """The buffers from which new versions reach the engines, filled with the tensors of all ranks. Rank 0 has the
+    publisher, which hashes and announces versions over the transport ``route``; on other ranks it is ``None``."""
 
     def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
+        """Open the buffers of the transport ``route`` for the tensors of ``model``; only rank 0 does so."""
         self._tensors = weight_tensors(model)
         self._whole = isinstance(ranks, SingleRank)
         self.publisher = make_publisher(route, self._tensors, run_token()) if ranks.is_leader else None
 
     def copy(self, slot: int) -> None:
-        """Copy the weights into the buffer ``slot``."""
+        """Copy the present weights into the buffer with the index ``slot``. All ranks must call this at the same time,
+        since each may hold a part of every tensor."""
         if self._whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
@@ -206,7 +217,9 @@ class PublishedBuffers:
 
 
 class LearnerHost:
-    """Drives one learner core, or one rank of it, by the controller's orders."""
+    """The loop of a learner's process, or of one rank: it lets the learner ``core`` carry out the controller's orders
+    and answers them. ``announcer`` is the thread in which versions are hashed and announced; ``cores`` are the cores
+    that it computes with."""
 
     def __init__(
         self,
@@ -216,6 +229,8 @@ class LearnerHost:
         announcer: ThreadPoolExecutor,
         cores: AnyCores,
     ) -> None:
+        """Make the loop; :meth:`serve` runs it. The arguments are described at the class; ``weights`` are the buffers
+        for new versions, and ``orders`` the controller's orders."""
         self._core = core
         self._weights = weights
         self._orders = orders
@@ -235,7 +250,8 @@ class LearnerHost:
             self._cores.rest()
 
     def _handle(self, message: Message) -> None:
-        """Carry out an order of the controller and answer it."""
+        """Carry out one order of the controller, and answer it with the result. The order to publish is answered a
+        second time from a thread, when the version is announced."""
         match message:
             case Train(call=call, batch=batch):
                 report = self._core.train(batch)
@@ -253,8 +269,8 @@ class LearnerHost:
                 self._orders.answer(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
 
     def _publish(self, message: Publish) -> None:
-        """Copy the weights to a publication buffer, answer with the time that took, and let the new version be
-        announced from a thread."""
+        """Copy the weights to the buffer that the order names, answer with the time that took, and let the announcing
+        thread announce the new version."""
         start_s = self._clock.now()
         self._weights.copy(message.slot)
         end_s = self._clock.now()
@@ -263,12 +279,16 @@ class LearnerHost:
         self._announce_soon(message)
 
     def _announce_soon(self, message: Publish | Resend) -> None:
+        """Let the announcing thread announce or resend the version of ``message``; only rank 0, which has the
+        publisher, does so."""
         if self._weights.publisher is not None:
             announce = partial(self._announce, message, self._weights.publisher)
             self._announcer.submit(self._answer, message.call, announce)
 
     def _announce(self, message: Publish | Resend, publisher: Publisher) -> None:
-        """Announce or resend a version, tell the engines of this machine, and answer the order."""
+        """Hash and announce a version, or send it again whole, tell the engines of this machine to stage it, and answer
+        the order with the update. This runs in the announcing thread. Raises
+        :class:`~headrace.base.errors.WeightsError` if it fails."""
         again = isinstance(message, Resend)
         try:
             update = (publisher.resend if again else publisher.announce)(message.version, message.slot, message.to)
@@ -283,8 +303,8 @@ class LearnerHost:
         self._orders.answer(Published(call=message.call, update=update))
 
     def _announce_to_engines(self, update: WeightUpdate, order: Publish) -> WeightUpdate:
-        """Order the engines to stage ``update``; return it with the names of those that were ordered to. Engines that
-        its bytes have not reached are left to the controller."""
+        """Tell the engines that ``order`` names to stage ``update``, and return it with the addresses of these engines.
+        Engines that its bytes have not reached are left to the controller."""
         reached = tuple(orders for orders, address in order.announce_to.items() if address not in update.missed)
         update = msgspec.structs.replace(update, announced_to=reached)
         # No other engine has an announcement that it has not read: the engines in step have staged the last one.
@@ -304,7 +324,8 @@ class LearnerHost:
 
 
 def _in_words(order: Message) -> str:
-    """Describe an order as the work that the learner is busy with."""
+    """Return a description of an order as the work that the learner is busy with, such as ``step 12``, for the
+    heartbeat."""
     match order:
         case Train(batch=batch):
             return f"step {batch.step}"

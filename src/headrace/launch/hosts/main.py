@@ -28,8 +28,9 @@ from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, 
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
-    """Read the briefing ``directory``/``part``.json and run that part until it is ordered to shut down. Return the exit
-    code."""
+    """Read the briefing ``directory``/``part``.json, which says what the part named ``part`` has to do, and run the
+    part until it is ordered to shut down. Return the exit code: 0, ``EXIT_REPORTED`` if it has reported an error to the
+    controller, or 1 if it could not reach the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
     read_token(lifeline)  # before the thread that takes any byte for the controller's end
     _die_with_controller(lifeline)
@@ -57,8 +58,8 @@ def main(directory: Path, part: str, lifeline: int) -> int:
 
 
 def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
-    """Return the type of the messages that the part receives, and its loop. Heavy modules are imported only for the
-    roles that need them."""
+    """Return the type of the messages that a part with the settings ``start`` receives, and the function that runs it
+    over its channel. Heavy modules are imported only for the roles that need them."""
     match start:
         case EngineStart():
             from headrace.launch.hosts.engine import run_engine
@@ -79,7 +80,7 @@ def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:
-    """Return the message that reports a failure of the whole process."""
+    """Return the message that reports a failure of the whole process; ``kind`` is the name of the error's class."""
     problem, remedy = (
         text.encode("utf-8", "replace").decode() for text in (problem, remedy)
     )  # the text of an exception may be invalid Unicode
@@ -87,10 +88,13 @@ def _failure(kind: str, problem: str, remedy: str) -> Failure:
 
 
 def _die_with_controller(lifeline: int) -> None:
-    """Kill this process group when the other end of ``lifeline`` is closed."""
+    """Kill this process and all processes of its group when the other end of the pipe ``lifeline`` is closed, which the
+    controller holds: by the kernel where that is possible, and by a thread."""
     kill_group_on_close(lifeline)
 
     def wait() -> None:
+        """Wait until the other end of the lifeline is closed, and kill the process group; this is the body of the
+        thread."""
         os.read(lifeline, 1)  # returns only when the other end is closed
         os.killpg(0, signal.SIGKILL)
 

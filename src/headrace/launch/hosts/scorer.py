@@ -1,4 +1,5 @@
-"""The process of a scoring worker, which makes many calls of one reward component at the same time."""
+"""The process of a scoring worker, which calls one component of the reward (a user's reward function, for example) for
+many requests at the same time. Each request has a number, its *call*."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ from headrace.launch.starts import ScorerStart
 from headrace.rollout.scoring import AnyReward, RewardConfig, RewardFunction
 
 _SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
+"""The reader of the component's settings."""
 START_S = 30.0
 """Seconds that the worker's threads may take to start."""
 MAX_THREADS = 16
@@ -24,13 +26,14 @@ compute share one lock."""
 
 
 def run_scorer(start: ScorerStart, channel: PartChannel) -> None:
-    """Load the reward, report that the worker is ready, and serve calls until it is ordered to shut down."""
+    """Load the reward component that ``start`` describes, report over ``channel`` that the worker is ready, and score
+    requests until it is ordered to shut down. This is the whole work of a scoring worker's process."""
     asyncio.run(_serve(start, channel))
 
 
 def _started_threads(num: int) -> ThreadPoolExecutor:
-    """Return threads that have all started. They are started first, since a reward that starts as many processes as it
-    may would leave none for the other threads."""
+    """Return a pool of ``num`` threads that have all started. They are started before any reward is called, since a
+    reward that starts as many processes as the system allows would leave no room for further threads."""
     threads = ThreadPoolExecutor(max_workers=num, thread_name_prefix="reward")
     together = threading.Barrier(num, timeout=START_S)  # if one cannot be started, the others stop waiting
     for started in [threads.submit(together.wait) for _ in range(num)]:
@@ -39,7 +42,8 @@ def _started_threads(num: int) -> ThreadPoolExecutor:
 
 
 async def _serve(start: ScorerStart, channel: PartChannel) -> None:
-    """Load the reward and score the calls that arrive, at most ``concurrency`` at a time."""
+    """Load the reward, refuse it if the data lacks a column that it reads, and score the requests that arrive, at most
+    as many at a time as the component's ``concurrency``."""
     section: AnyReward = _SECTION.validate_python(start.reward)
     threads = _started_threads(min(section.concurrency, MAX_THREADS))
     at_once = asyncio.Semaphore(section.concurrency)
@@ -48,8 +52,8 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
         reward.signature.refuse_missing(reward.name, start.columns, by_turn=section.by_turn)
 
     async def score(request: ScoreCompletions) -> None:
-        """Score the completions of one request, as soon as fewer than the largest number run at once, and send the
-        result."""
+        """Score the completions of one request, as soon as fewer than ``concurrency`` others are being scored, and send
+        the result. A report that the call has begun is sent when the reward is called."""
         async with at_once:
             scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
         channel.send(
@@ -63,6 +67,7 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
         )
 
     def handle(request: ScoreCompletions, calls: asyncio.TaskGroup) -> None:
+        """Start a task that scores ``request``."""
         calls.create_task(score(request))
 
     await serve(channel, handle, facts={"by_group": int(reward.by_group), "wants": " ".join(sorted(reward.wants))})

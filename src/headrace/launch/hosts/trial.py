@@ -1,5 +1,5 @@
-"""The rollout that runs in an environment worker while an environment is checked: the user's code, observed from
-inside.
+"""The rollout that runs in an environment worker while an environment is checked before a run (a *trial*): the user's
+code, observed from inside, with a scripted agent in place of a model.
 
 It is a rollout itself, so that problems of the user's code are reported as in a run. Observations that only this
 process can make go to the check as a message to the agent :data:`~headrace.rollout.environments.scripted.REPORT`.
@@ -38,7 +38,7 @@ CHECK_S = 0.01
 
 
 class TrialReport(msgspec.Struct, kw_only=True):
-    """The observations that only the worker process can make."""
+    """The observations of one attempt that only the worker process can make; they go to the check as JSON."""
 
     load_s: float = 0.0
     """Seconds that the import of the file took; 0 if it was imported already."""
@@ -50,13 +50,18 @@ class TrialReport(msgspec.Struct, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Loaded:
+    """The user's environment after its file was imported."""
+
     rollout: Rollout
+    """The function that runs one episode of it."""
     uncopyable: list[str] = field(default_factory=list)
+    """Descriptions of attributes that could not be copied; episodes add to it when they end."""
 
 
 async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     """Make one attempt at ``task["row"]`` with the environment that ``task["kind"]``, ``task["entry"]`` and
-    ``task["options"]`` name."""
+    ``task["options"]`` name, send a :class:`TrialReport` to the check, and return the ended episode. Raises
+    :class:`~headrace.base.errors.EpisodeError` if the attempt failed or the environment cannot be used."""
     clock, report = RealClock(), TrialReport()
     kind, entry = task["kind"], task["entry"]
     began_s = clock.now()
@@ -80,14 +85,16 @@ async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
 
 
 def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
-    """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError`, with the line of the user's
-    file."""
+    """Return an error of user code as an :class:`~headrace.base.errors.EpisodeError` that names the line of the user's
+    file, which is the part of ``entry`` before its last colon. An error that says that the file cannot be used gets the
+    reason :data:`UNUSABLE`."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, EpisodeError):
         return error
     if isinstance(error, HeadraceError):
-        return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
+        words = f"{error.problem}; {error.remedy}"  # the reader of the findings sees nothing else of it
+        return EpisodeError(words, remedy=error.remedy, reason=UNUSABLE)
     try:
         words = where(error, entry.rpartition(":")[0])
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
@@ -97,7 +104,9 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
 
 @functools.cache
 def _load(kind: str, entry: str, options: str) -> _Loaded:
-    """Load the environment once; ``options`` are those of a bridge, as JSON."""
+    """Import the user's environment or reward, and return the rollout over it; a second call with the same arguments
+    returns the same. ``entry`` names the file and the object in it, ``kind`` says what that is, and ``options`` are the
+    options of a bridge to another library's environments, as JSON."""
     threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
     if kind == "bridge":
         return _Loaded(rollout=load_bridge(entry, json.loads(options), threads))
@@ -113,7 +122,9 @@ def _scoring(function: RewardFunction) -> Rollout:
 
     async def attempt(row: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         """Let the scripted policy answer the row's prompt, and return the reward of the answer. Raises
-        :class:`~headrace.base.errors.EpisodeError` if the reward function fails."""
+        :class:`~headrace.base.errors.EpisodeError` if the reward function fails, and
+        :class:`~headrace.base.errors.EnvError` if the row lacks a column that it reads."""
+        function.signature.refuse_missing(function.name, row.keys(), by_turn=False)
         prompt = row.get("prompt", "")
         answer = (await policy.chat(prompt or "answer")).message.content
         # no tokenizer is needed for a check: a byte stands for a token
@@ -129,8 +140,8 @@ def _scoring(function: RewardFunction) -> Rollout:
 
 
 def _watched(found: Any, uncopyable: list[str]) -> Any:
-    """Return a subclass of an :class:`Env` that examines each object before it is closed; return anything else
-    unchanged."""
+    """Return a subclass of the :class:`Env` class ``found`` that, when an object of it is closed, adds descriptions of
+    its attributes that cannot be copied to ``uncopyable``. Anything else is returned unchanged."""
     if not (isinstance(found, type) and issubclass(found, Env)):
         return found
 
@@ -144,7 +155,7 @@ def _watched(found: Any, uncopyable: list[str]) -> Any:
 
 
 def _uncopyable(env: Env) -> Iterator[str]:
-    """Yield a description of each attribute of the environment that cannot be copied."""
+    """Yield a description of each attribute of the environment that cannot be copied deeply, with the reason."""
     for name, value in vars(env).items():
         try:
             copy.deepcopy(value)
@@ -153,8 +164,9 @@ def _uncopyable(env: Env) -> Iterator[str]:
 
 
 async def _measure_lag(report: TrialReport) -> None:
-    """Measure until cancelled how long the event loop is blocked. The delay of a thread in the same time is subtracted,
-    since it is not the loop's fault."""
+    """Measure until cancelled for how long user code blocks the event loop, and store the longest time in
+    ``report.lag_s``. The delay of a thread in the same time is subtracted: the machine caused it, and not the user's
+    code."""
     with _LatenessWatch() as watch:
         loop = _Lateness()
         while True:
@@ -163,7 +175,8 @@ async def _measure_lag(report: TrialReport) -> None:
 
 
 class _Lateness:
-    """The largest delay beyond :data:`CHECK_S` between two measurements."""
+    """A measurement of lateness: the largest time between two calls of :meth:`measure`, beyond :data:`CHECK_S` seconds,
+    at which it should be called."""
 
     def __init__(self) -> None:
         self._clock = RealClock()
@@ -171,14 +184,15 @@ class _Lateness:
         self.worst_s = 0.0
 
     def measure(self) -> float:
-        """Measure now, and return the largest delay so far."""
+        """Measure the delay since the last call, and return the largest delay so far, in seconds."""
         before_s, self._measured_s = self._measured_s, self._clock.now()
         self.worst_s = max(self.worst_s, self._measured_s - before_s - CHECK_S)
         return self.worst_s
 
 
 class _LatenessWatch:
-    """A thread that measures beside the event loop. If the thread is late too, the machine is busy."""
+    """A thread that measures its own lateness beside the event loop, within its context. If the thread is late too, the
+    machine is busy."""
 
     def __init__(self) -> None:
         self.lateness = _Lateness()
@@ -186,12 +200,15 @@ class _LatenessWatch:
         self._thread = threading.Thread(target=self._run, daemon=True, name="lateness")
 
     def __enter__(self) -> Self:
+        """Start the thread, and return this object."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Let the thread end; it is not waited for."""
         self._over.set()
 
     def _run(self) -> None:
+        """Measure the thread's lateness every :data:`CHECK_S` seconds until the context ends."""
         while not self._over.wait(CHECK_S):
             self.lateness.measure()

@@ -1,5 +1,5 @@
-"""The loop of every worker process: it reports that it is ready, handles orders until it is shut down, and then kills
-itself with all processes that it has started.
+"""The loop of every worker process, which runs user code (a reward or an environment): it reports that it is ready,
+handles orders until it is shut down, and then kills itself with all processes that it has started.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ async def serve(
     facts: dict[str, str | int | float] | None = None,
     on_ready: Callable[[], None] = lambda: None,
 ) -> None:
-    """Report that this worker is ready, with its ``facts``; then call ``handle`` for every order, with a task group for
-    the task that carries it out. ``on_ready`` is called before the first order; nothing else may be sent before."""
+    """Report over ``channel`` that this worker is ready, with its ``facts``; then call ``handle`` for every order, with
+    a task group for the task that carries it out. The order to shut down ends the process. ``on_ready`` is called after
+    the report and before the first order; nothing may be sent earlier."""
     channel.send(Ready(token=run_token(), pid=os.getpid(), facts=facts or {}))
     forget_token()
     on_ready()
@@ -54,7 +55,8 @@ class CallThreads(ThreadPoolExecutor):
     is found alone. To fail the call that wanted the thread would blame another."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call ``fn`` in one of the threads."""
+        """Call ``fn`` with the arguments in one of the threads, and return the future of its result. If no thread can
+        be started, end this process."""
         try:
             return super().submit(fn, *args, **kwargs)
         except RuntimeError as error:
@@ -63,6 +65,7 @@ class CallThreads(ThreadPoolExecutor):
 
 
 def end_now() -> Never:
-    """Kill this process and everything it has started. User code that never returns must not keep it alive."""
+    """Kill this process and everything that it has started, at once, so that user code which never returns cannot keep
+    it alive."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("a killed process continues")

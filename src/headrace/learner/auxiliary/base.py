@@ -29,15 +29,23 @@ from headrace.learner.work import StepWork
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearnerParts:
-    """The parts of a learner, at version 0, from which an auxiliary model is built."""
+    """The parts of a learner, at version 0, from which an auxiliary model is built. The learner passes them to the
+    constructor of each auxiliary model."""
 
     model: PreTrainedModel
+    """The trained model."""
     config: LearnerConfig
+    """The settings of the learner, ``[learner]`` of the run file."""
     objective: Objective
+    """What is minimised; it says which columns it reads."""
     context: LearnerContext
+    """The other settings of the run that a learner needs, such as the sampling temperature."""
     forward: Forward
+    """The forward passes of the trained model over a batch."""
     optimizer: ShardOptimizer
+    """The optimizer of the trained model, which knows all trained weights."""
     ranks: AnyRanks
+    """The processes over which the learner is spread."""
 
 
 class AuxiliaryModel:

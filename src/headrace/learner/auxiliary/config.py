@@ -23,11 +23,11 @@ class KeptSection(Section):
 
     @property
     def num_copies(self) -> int:
-        """Return the greatest number of copies of the trained weights."""
+        """Return the greatest number of copies of the trained weights that exist at once, for an estimate of memory."""
         return 1
 
     def num_bytes(self, trained: int, itemsize: int) -> int:
-        """Return the number of bytes for ``trained`` parameters of ``itemsize`` bytes each."""
+        """Return the number of bytes of all copies together, for ``trained`` parameters of ``itemsize`` bytes each."""
         return self.num_copies * trained * itemsize
 
     def version_at(self, version: int) -> int | None:
@@ -46,7 +46,8 @@ class Frozen(KeptSection):
     weights of the run."""
 
     def version_at(self, version: int) -> int | None:
-        """Return 0, or ``None`` if the weights come from a directory."""
+        """Return 0, whatever ``version`` the policy is at; ``None`` if the weights come from a directory, and so from
+        no version of this run."""
         return 0 if self.path is None else None
 
     def __str__(self) -> str:
@@ -63,7 +64,8 @@ class Ema(KeptSection):
     """The factor by which an update multiplies the average, which covers about the last 1 / (1 − decay) updates."""
 
     def num_bytes(self, trained: int, itemsize: int) -> int:
-        """Return the number of bytes of a copy in float32."""
+        """Return the number of bytes of the copy, which is in float32 whatever ``itemsize``, the bytes of one trained
+        parameter, is. ``trained`` is the number of trained parameters."""
         return trained * 4
 
     def __str__(self) -> str:
@@ -79,7 +81,7 @@ class Refreshed(KeptSection):
     """Number of updates between two copies."""
 
     def version_at(self, version: int) -> int | None:
-        """Return the last multiple of ``every``.
+        """Return the last multiple of ``every`` up to ``version``, at which the weights were copied.
 
         >>> Refreshed(every=4).version_at(11)
         8
@@ -167,6 +169,8 @@ class OwnEngine(Section):
 
     @model_validator(mode="after")
     def _prompt_can_be_filled_in(self) -> Self:
+        """Refuse a prompt whose placeholders in braces are not plain names, with
+        :class:`~headrace.base.errors.ConfigError`."""
         template_fields(self.prompt, "learner.teachers: engine.prompt", "{prompt}")
         return self
 
@@ -232,7 +236,7 @@ class CriticConfig(Section):
 
     @model_validator(mode="after")
     def _clip_has_something_to_bound(self) -> CriticConfig:
-        """Refuse a clip of the values where each batch is learned from once."""
+        """Refuse a clip range of the values if each batch has one update: then there is no later update to limit."""
         if self.clip is not None and self.updates == 1:
             raise ConfigError(
                 f"learner.critic.clip={self.clip} bounds how far several updates of one batch may go, and updates=1",

@@ -66,6 +66,7 @@ class _PastBatch:
     values_N: Tensor
     """Values before the first update, without gradient."""
     returns_N: Tensor
+    """Returns, which are the targets of the values; they are computed once, from ``values_N``."""
 
 
 class Critic(AuxiliaryModel):
@@ -78,7 +79,8 @@ class Critic(AuxiliaryModel):
     name: ClassVar[str] = NAME
 
     def __init__(self, parts: LearnerParts, advantage: GaeAdvantage) -> None:
-        """Load the value model. Raises :class:`~headrace.base.errors.ConfigError` or
+        """Load the value model, and make its optimizer. ``parts`` are those of the learner whose policy is trained, and
+        ``advantage`` computes GAE. Raises :class:`~headrace.base.errors.ConfigError` or
         :class:`~headrace.base.errors.ModelError` if no critic can be made for this policy."""
         assert parts.ranks.config.world == 1  # refused at load
         self._config = parts.config.critic
@@ -96,8 +98,9 @@ class Critic(AuxiliaryModel):
         self._past_batches: list[_PastBatch] = []
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Compute advantages and the gradient of the critic. Raises :class:`~headrace.base.errors.RunError` if its
-        gradient is not finite."""
+        """Return ``work`` with an advantage for each loss token in place of its sample's reward, and with the critic's
+        metrics; add the gradient of the critic's loss, which :meth:`after_update` uses. Raises
+        :class:`~headrace.base.errors.RunError` if that gradient is not finite."""
         batch, mask_N = work.batch, work.batch.mask_N
         values_N, estimate_N = np.zeros(batch.num_tokens), np.zeros((3, batch.num_tokens))
         for micro in self._forward.cut(batch, mask_N):
@@ -122,7 +125,8 @@ class Critic(AuxiliaryModel):
         return replace(work, batch=credited, metrics={**work.metrics, **metrics})
 
     def discard_gradient(self) -> None:
-        """Discard the gradient and the batches for further updates."""
+        """Discard the critic's gradient, and the batches that were kept for further updates, because the step
+        failed."""
         self._optimizer.zero_grad()
         self._past_batches.clear()
 
@@ -141,7 +145,8 @@ class Critic(AuxiliaryModel):
         self._past_batches.clear()
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield weights, moments and float32 copies, and the number of updates."""
+        """Yield the weights, the optimizer's moments and float32 copies, each labelled ``key|parameter name``, and the
+        number of updates."""
         for name, tensor in weight_tensors(self.model).items():
             yield f"{_WEIGHT}|{name}", tensor
         for one in self._optimizer.trained:
@@ -150,7 +155,8 @@ class Critic(AuxiliaryModel):
         yield _UPDATES, torch.tensor(self._optimizer.updates)
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state that :meth:`state` yielded."""
+        """Restore the weights, the optimizer's state and the number of updates that :meth:`state` yielded, from a
+        snapshot."""
         take_weights(self.model, state)
         updates = int(state[_UPDATES])
         held: dict[str, dict[str, Tensor]] = {}
@@ -163,8 +169,8 @@ class Critic(AuxiliaryModel):
             self._optimizer.set_state(one, held.get(one.name, {}), updates)
 
     def _values(self, batch: Batch, micro: MicroBatch) -> Tensor:
-        """Return the values V ``[P]`` of the loss tokens, in float32 or wider, from the hidden states of the tokens
-        before them."""
+        """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider and with gradient. The
+        value of a token is computed from the hidden state of the token before it."""
         view = view_of(micro, np.flatnonzero(batch.mask_N[micro.places_M]), self._ranks)
         before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
         with save_on_cpu() if self._offload else nullcontext():
@@ -174,7 +180,8 @@ class Critic(AuxiliaryModel):
         return values_P
 
     def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> CriticEstimate:
-        """Return advantages and returns of the loss tokens. The reward of a sample belongs to its last loss token."""
+        """Return the GAE advantages and returns of the loss tokens of one micro-batch, from their values ``values_P``.
+        The reward of a sample belongs to its last loss token."""
         mask_M = batch.mask_N[micro.places_M]
         lengths_K: Index = np.bincount(micro.local_samples_M()[mask_M], minlength=len(micro.lengths_K))
         last_K = micro.places_M[mask_M][np.cumsum(lengths_K) - 1]
@@ -187,13 +194,16 @@ class Critic(AuxiliaryModel):
         return self._advantage.estimate(outcomes)
 
     def _learn(self, values_P: Tensor, old_P: Tensor, returns_P: Tensor, count: int) -> None:
-        """Add the gradient of these tokens' share in the mean loss over ``count`` tokens."""
+        """Add the gradient of these P tokens' share in the mean value loss over ``count`` tokens, the loss tokens of
+        the batch. ``old_P`` are the values before the first update, from which the clip is measured; ``returns_P`` are
+        the targets."""
         old_P, returns_P = (column_P.to(values_P) for column_P in (old_P, returns_P))
         (value_loss(values_P, old_P, returns_P, self._config.clip).sum() / count).backward()
         self._optimizer.collect()
 
     def _train_again(self, past: _PastBatch) -> None:
-        """Add the gradient of one more pass over a batch that the critic has learned from."""
+        """Add the gradient of one more pass over a batch from which the critic has learned before, with the returns of
+        that time."""
         batch = past.batch
         for micro in self._forward.cut(batch, batch.mask_N):
             places_P = micro.places_M[batch.mask_N[micro.places_M]]
@@ -201,14 +211,16 @@ class Critic(AuxiliaryModel):
             self._learn(self._values(batch, micro), old_P, returns_P, batch.num_loss_tokens)
 
     def _step(self, version: int) -> None:
-        """Make an optimizer step of the critic with the gradients so far."""
+        """Clip the accumulated gradient of the critic, make one optimizer step with it, and clear it. ``version`` is
+        the version that the policy has reached, from which an error names the step."""
         self._refuse_infinite(self._optimizer.clip_norms(self._max_norm)[""], version - 1)
         if self._config.lr > 0:
             self._optimizer.step(self._config.lr)
         self._optimizer.zero_grad()
 
     def _refuse_infinite(self, norm: float, step: int) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` if the gradient's norm is not finite."""
+        """Raise :class:`~headrace.base.errors.RunError` if ``norm``, the norm of the critic's gradient, is not finite;
+        the gradient is discarded then. ``step`` is named in the message."""
         if not math.isfinite(norm):
             self.discard_gradient()
             raise RunError(
@@ -218,7 +230,9 @@ class Critic(AuxiliaryModel):
 
 
 def _measured(values_L: Floats, estimate_L: CriticEstimate) -> Metrics:
-    """Return metrics of the values before the update. ``explained_variance`` is missing if all rewards are equal."""
+    """Return the critic's metrics for the L loss tokens of a batch, from the values before the update: the value loss,
+    the mean value, and ``explained_variance``, the fraction of the rewards' variance that the values predict. The last
+    is missing if all rewards are equal."""
     count = float(len(values_L))
     error_L = values_L - estimate_L.returns_N
     variance = float(estimate_L.outcomes_N.var())
@@ -273,8 +287,8 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
-    """Copy the weights of a critic's ``state`` into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of
-    another model."""
+    """Copy the weights of a critic's ``state``, labelled ``weight|parameter name`` as :meth:`Critic.state` yields them,
+    into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of another model."""
     for name, tensor in weight_tensors(model).items():
         if name.endswith(CORRECTION_BIAS) and f"{_WEIGHT}|{name}" not in state:
             continue  # saved before biases were moved: they keep the values that were loaded

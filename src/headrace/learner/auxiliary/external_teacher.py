@@ -24,22 +24,26 @@ from headrace.learner.work import StepWork
 
 
 class ExternalTeacher(AuxiliaryModel):
-    """The teacher policy of distillation, computed by another process before the batch was made."""
+    """The teacher policy of distillation where another process has computed it before the batch was made. It runs no
+    model: it takes the teacher's numbers from the batch."""
 
     name = "teacher"
     columns = frozenset({"top_k"})
 
     def __init__(self, parts: LearnerParts) -> None:
+        """Note which of the teacher's columns the objective in ``parts`` reads."""
         self._objective = parts.objective
         self._reads_top = "top_k" in parts.objective.columns
 
     @property
     def has_state(self) -> bool:
+        """Return ``False``: this teacher has nothing that a snapshot must contain."""
         return False
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with the teacher's columns. Raises :class:`~headrace.base.errors.RunError` if tokens in the
-        mask have no log-probability of a teacher."""
+        """Return ``work`` with the teacher's columns: its K likeliest entries if the objective reads them, and the
+        advantages with the objective's credit for log ν. Raises :class:`~headrace.base.errors.RunError` if tokens in
+        the mask have no log-probability of a teacher."""
         teacher_scores = work.batch.teacher_scores
         lacking = work.mask_N if teacher_scores is None else work.mask_N & ~teacher_scores.known_T
         if teacher_scores is None or lacking.any() or (self._reads_top and not teacher_scores.ids_TK.shape[1]):
@@ -59,8 +63,9 @@ class ExternalTeacher(AuxiliaryModel):
 
 
 def credited(work: StepWork, objective: Objective, log_nu_N: npt.NDArray[np.float64]) -> StepWork:
-    """Return ``work`` with the objective's credit for log ν, if it has one, added to the advantages. ``log_nu_N`` is
-    the teacher's log-probability of each token, ``[N]``."""
+    """Return ``work`` with the objective's credit for log ν added to the advantages, and the metric ``kl_teacher``;
+    return it unchanged if the objective gives no such credit. ``log_nu_N`` is the teacher's log-probability of each
+    token, ``[N]``; the credit of a loss token is a function of log ν − log μ."""
     credit = objective.teaching
     if credit is None:
         return work

@@ -8,8 +8,8 @@
 
 A copy holds this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
 model with an adapter these are the adapter's, so a frozen copy stands for the base model at the price of an adapter.
-Swapping exchanges the contents in place,
-tensor by tensor, so that other references to a parameter stay valid: tied names, torch's sharding, the optimizer.
+Swapping exchanges the contents in place, tensor by tensor, so that other references to a parameter stay valid: tied
+names, torch's sharding, the optimizer.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ Named = Iterator[tuple[str, Tensor]]
 
 @dataclass(frozen=True, slots=True)
 class CopiedTensor:
-    """A tensor that is copied."""
+    """A tensor of the model of which a :class:`Copy` is kept."""
 
     name: str
+    """Name of the parameter or buffer in the model."""
     weight: Tensor
     """The tensor in the model."""
     master: Tensor
@@ -49,6 +50,8 @@ class Copy:
     def __init__(
         self, model: nn.Module, trained: Sequence[TrainedWeight], device: str, dtype: torch.dtype | None = None
     ):
+        """Copy the current weights to ``device``, where ``"model"`` means the device of each weight, in ``dtype``;
+        ``None``: in the dtype of each weight."""
         self._model = model
         biases = correction_biases(model)
         self._sources = [CopiedTensor(one.name, one.weight, one.master) for one in trained]
@@ -60,20 +63,20 @@ class Copy:
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy the current weights."""
+        """Copy the current weights into this copy, in its own dtype and on its own device."""
         for one, part in zip(self._sources, self._parts, strict=True):
             part.copy_(local(one.weight.detach()))
 
     @torch.no_grad()
     def blend(self, decay: float) -> None:
-        """Move the copy towards the current weights as an exponential moving average. It reads the optimizer's float32
-        weights where they exist."""
+        """Move the copy towards the current weights as an exponential moving average: copy ← ``decay`` · copy + (1 −
+        ``decay``) · weights. It reads the optimizer's float32 weights where they exist."""
         for one, part in zip(self._sources, self._parts, strict=True):
             part.lerp_(one.master.detach().to(part.device, part.dtype), 1 - decay)
 
     @torch.no_grad()
     def swap(self) -> None:
-        """Exchange the copy with the current weights."""
+        """Exchange the values of the copy and of the current weights, tensor by tensor and in place."""
         for one, part in zip(self._sources, self._parts, strict=True):
             _exchange(local(one.weight.detach()), part)
 
@@ -124,7 +127,8 @@ def _put_in(weight: Tensor, part: Tensor) -> Tensor:
 
 
 def _put_back(weight: Tensor, part: Tensor, own: Tensor) -> None:
-    """Restore the values that :func:`_put_in` has returned as ``own``."""
+    """Restore the values of ``weight`` that :func:`_put_in` kept in the tensor ``own``, which it returned for the same
+    ``weight`` and ``part``."""
     if own is part:
         _exchange(weight, part)
     else:
@@ -132,13 +136,16 @@ def _put_back(weight: Tensor, part: Tensor, own: Tensor) -> None:
 
 
 def _exchange(one: Tensor, other: Tensor) -> None:
+    """Exchange the values of two tensors of the same shape in place, with the memory of one more such tensor
+    meanwhile."""
     held = one.clone()
     one.copy_(other)
     other.copy_(held)
 
 
 class KeptWeights(Protocol):
-    """The rule that decides which copy is used, and how an update changes the copies."""
+    """The rule that decides which copy of the trained weights is used, and how an update changes the copies. Its owner,
+    an auxiliary model, calls it around every update."""
 
     has_state: bool
     """Whether a snapshot must contain the copies; not if they come from a directory each time."""
@@ -156,7 +163,7 @@ class KeptWeights(Protocol):
         ...
 
     def state(self) -> Named:
-        """Yield the tensors that a snapshot contains."""
+        """Yield the tensors that a snapshot contains, with their names."""
         ...
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
@@ -165,68 +172,87 @@ class KeptWeights(Protocol):
 
 
 class OneCopy:
-    """A copy that updates do not change."""
+    """Kept weights that consist of one copy which no update changes; the base class of copies that updates do
+    change."""
 
     def __init__(self, copy: Copy, *, has_state: bool = True) -> None:
+        """Keep ``copy``. ``has_state`` says whether a snapshot must contain it; not if it comes from a directory each
+        time."""
         self._copy = copy
         self.has_state = has_state
 
     def swapped_in(self) -> AbstractContextManager[None]:
+        """Let the model compute with the copy inside the ``with`` block; see :meth:`Copy.swapped_in`."""
         return self._copy.swapped_in()
 
     def before_update(self) -> None:
+        """Do nothing: the copy does not depend on the weights before an update."""
         return
 
     def after_update(self, version: int) -> None:
+        """Do nothing: an update does not change the copy."""
         return
 
     def state(self) -> Named:
+        """Yield the tensors of the copy by parameter name, for a snapshot."""
         return self._copy.state()
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the tensors that :meth:`state` yielded, given as whole tensors."""
         self._copy.set_state(state)
 
 
 class Averaged(OneCopy):
-    """A copy that is a moving average of the weights."""
+    """Kept weights that are an exponential moving average of the trained weights, updated after every update."""
 
     def __init__(self, copy: Copy, decay: float) -> None:
+        """Keep the average in ``copy``; ``decay`` is the factor by which each update multiplies it."""
         super().__init__(copy)
         self._decay = decay
 
     def after_update(self, version: int) -> None:
+        """Move the average towards the new weights."""
         self._copy.blend(self._decay)
 
 
 class Renewed(OneCopy):
-    """A copy that is made again at every multiple of ``every``."""
+    """Kept weights that are copied again from the trained weights at every version that is a multiple of ``every``."""
 
     def __init__(self, copy: Copy, every: int) -> None:
+        """Keep the weights of the last version that ``every`` divides in ``copy``."""
         super().__init__(copy)
         self._every = every
 
     def after_update(self, version: int) -> None:
+        """Copy the new weights if ``version`` is a multiple of ``every``."""
         if version % self._every == 0:
             self._copy.take()
 
 
 class Ring:
-    """A queue of copies of the last versions, the oldest first."""
+    """Kept weights of the last versions: a queue of at most ``len(copies)`` copies, the oldest first. It is empty at
+    version 0 and grows by one copy at each update until it is full."""
 
     has_state = True
 
     def __init__(self, copies: Sequence[Copy]) -> None:
+        """Keep as many versions as there are ``copies``, whose memory is used one after the other; their contents do
+        not count yet."""
         self._spare = list(copies)
         self._ring: deque[Copy] = deque(maxlen=len(copies))
 
     def swapped_in(self) -> AbstractContextManager[None]:
+        """Let the model compute with the oldest copy inside the ``with`` block; at version 0, when there is no copy
+        yet, with its own weights."""
         return self._ring[0].swapped_in() if self._ring else nullcontext()  # at version 0: the weights themselves
 
     def __len__(self) -> int:
+        """Return how many versions have a copy at present."""
         return len(self._ring)
 
     def swapped_in_from(self, age: int) -> AbstractContextManager[None]:
-        """Let the model compute with the weights of ``age`` versions ago, between 1 and the number of copies."""
+        """Let the model compute with the weights of ``age`` versions ago inside the ``with`` block. ``age`` is between
+        1 and ``len(self)``."""
         return self._ring[-age].swapped_in()
 
     def before_update(self) -> None:
@@ -236,9 +262,11 @@ class Ring:
         self._ring.append(copy)
 
     def after_update(self, version: int) -> None:
+        """Do nothing: :meth:`before_update` has made the copy."""
         return
 
     def state(self) -> Named:
+        """Yield the tensors of all copies for a snapshot, each labelled ``place|name``; place 0 is the oldest copy."""
         for place, copy in enumerate(self._ring):
             for name, tensor in copy.state():
                 yield f"{place}|{name}", tensor
@@ -260,7 +288,8 @@ class Ring:
 
 
 def keep(config: KeptConfig, model: nn.Module, trained: Sequence[TrainedWeight]) -> KeptWeights:
-    """Return the kept weights that ``config`` describes, with copies of the current weights."""
+    """Return the kept weights that ``config`` describes, with copies of the current weights. ``trained`` are the
+    trained weights of ``model``."""
 
     def copy(dtype: torch.dtype | None = None) -> Copy:
         return Copy(model, trained, config.device, dtype)

@@ -56,7 +56,8 @@ from headrace.models.weights import vocabulary_of
 
 
 class Source(Protocol):
-    """The weights of a policy, and how to compute with them."""
+    """The weights of another policy than the trained one, and how to compute with them. Each auxiliary model of this
+    file owns one."""
 
     kept: KeptWeights | None
     """The copies that updates change and snapshots contain; ``None`` if there are none."""
@@ -67,9 +68,12 @@ class Source(Protocol):
 
 
 class OfThisModel:
-    """A policy with kept weights, with which the trained model computes one pass."""
+    """The source of a policy whose weights are kept copies of the trained model's: the trained model is switched to
+    them for one pass."""
 
     def __init__(self, parts: LearnerParts, config: KeptConfig, setting: str) -> None:
+        """Keep the weights that ``config`` describes. ``setting`` is the name of its table in the run file, for
+        errors."""
         self._forward = parts.forward
         trained = parts.optimizer.trained
         if isinstance(config, Frozen) and config.path is not None:
@@ -79,17 +83,21 @@ class OfThisModel:
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
+        """Yield the forward passes of the trained model, which computes with the kept weights inside the ``with``
+        block."""
         assert self.kept is not None
         with self.kept.swapped_in():
             yield self._forward
 
 
 class OfAnother:
-    """A policy that is a separate model."""
+    """The source of a policy that is a separate, frozen model, loaded beside the trained model."""
 
     kept: KeptWeights | None = None
 
     def __init__(self, parts: LearnerParts, config: OtherModel, setting: str) -> None:
+        """Load the model in ``config.path``, in the trained model's dtype. ``setting`` is the name of its table in the
+        run file, for errors. Raises :class:`~headrace.base.errors.ConfigError` for another vocabulary."""
         dtype: Any = str(parts.model.dtype).removeprefix("torch.")
         with called(f"{setting}.path"):
             refuse_other_vocabulary(config.path, str(parts.context.model_dir), f"{setting}.path")
@@ -104,6 +112,7 @@ class OfAnother:
 
     @contextmanager
     def computing(self) -> Iterator[Forward]:
+        """Yield the forward passes of the other model, without gradients inside the ``with`` block."""
         with torch.no_grad():
             yield self._forward
 
@@ -117,56 +126,71 @@ def source(parts: LearnerParts, config: PolicyConfig | TeacherConfig, setting: s
 
 
 class QueriedModel(AuxiliaryModel):
-    """An auxiliary model that computes log-probabilities with another policy."""
+    """The base class of auxiliary models that compute log-probabilities of the batch's tokens under another policy."""
 
     setting: ClassVar[str]
     """The field of the learner's settings that describes the policy."""
 
     def __init__(self, parts: LearnerParts, config: PolicyConfig | TeacherConfig) -> None:
+        """Load or copy the weights of the policy that ``config`` describes; ``parts`` are those of the learner."""
         self._objective = parts.objective
         self._source = source(parts, config, f"learner.{self.setting}")
         self._kept = self._source.kept
 
     @property
     def swaps_weights(self) -> bool:
+        """Return whether the trained model is switched to kept weights meanwhile; not for a separate model."""
         return self._kept is not None
 
     @property
     def has_state(self) -> bool:
+        """Return whether a snapshot must contain kept weights; not for a separate model, nor for weights from a
+        directory."""
         return self._kept is not None and self._kept.has_state
 
     def before_update(self) -> None:
+        """Let the kept weights, if there are any, prepare for an update; the trained weights are still those of the
+        version before."""
         if self._kept is not None:
             self._kept.before_update()
 
     def after_update(self, version: int) -> None:
+        """Let the kept weights, if there are any, follow an update: the trained weights are now those of
+        ``version``."""
         if self._kept is not None:
             self._kept.after_update(version)
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors of the kept weights by name; none for a separate model."""
         return () if self._kept is None else self._kept.state()
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the kept weights from the tensors that :meth:`state` returned."""
         assert self._kept is not None
         self._kept.set_state(state)
 
     def _logprobs(self, work: StepWork, batch: Batch) -> Tensor:
+        """Return this policy's log-probability of each token in the mask of ``work``, ``[N]``; 0 elsewhere. ``batch``
+        is the batch of ``work``, or a variant of it with the same tokens."""
         with self._source.computing() as forward:
             forward.refuse(batch)
             return torch.from_numpy(forward.logprobs(batch, work.mask_N))
 
 
 class Reference(QueriedModel):
-    """The reference policy, to which KL penalties are computed."""
+    """The reference policy π_ref, to which KL penalties are computed."""
 
     name = setting = "reference"
     columns = frozenset({"log_ref", "baseline"})
 
     def __init__(self, parts: LearnerParts, config: PolicyConfig) -> None:
+        """Make the reference policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._own = parts.forward
 
     def prepare(self, work: StepWork) -> StepWork:
+        """Return ``work`` with log π_ref of each token, and with the KL baseline of a batch if the objective reads
+        it."""
         work = replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
         return replace(work, baseline=self._baseline(work.batch)) if "baseline" in self._objective.columns else work
 
@@ -190,6 +214,7 @@ class OldPolicy(QueriedModel):
     name = setting = "old"
 
     def prepare(self, work: StepWork) -> StepWork:
+        """Return ``work`` with log π_old of each token; unchanged if the objective takes π_old from elsewhere."""
         return replace(work, log_old_N=self._logprobs(work, work.batch)) if work.old == "kept" else work
 
 
@@ -201,14 +226,15 @@ class TeacherModel(QueriedModel):
     columns = frozenset({"top_k"})
 
     def __init__(self, parts: LearnerParts, config: TeacherConfig) -> None:
+        """Make the teacher policy that ``config`` describes, for the learner with these ``parts``."""
         super().__init__(parts, config)
         self._config = config
         vocab_size = vocabulary_of(parts.model)
         self._top_request = TopRequest(num=min(parts.config.top_k, vocab_size), below=vocab_size)
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Add what the objective needs from the teacher to the work of a step: its likeliest entries, or its logprobs
-        and the advantages from them."""
+        """Return ``work`` with what the objective needs from the teacher: its likeliest entries, or its logprobs and
+        the advantages from them."""
         batch, version = _unrouted(work.batch), self._config.version_at(work.batch.step)
         if version is not None:
             count = int(work.mask_N.sum())
@@ -231,7 +257,7 @@ class TeacherModel(QueriedModel):
 
 def with_other_answers(batch: Batch) -> Batch:
     """Return the batch with the answer of each sample, from its first loss token on, replaced by that of the sample
-    before it; the first gets that of the last."""
+    before it; the first gets that of the last. The answers then have nothing to do with their prompts."""
     ends = np.cumsum(batch.lengths_S.astype(np.int64))
     places = [np.arange(end - length, end) for end, length in zip(ends, batch.lengths_S, strict=True)]
     begins = [int(np.argmax(batch.mask_N[place])) for place in places]
@@ -253,11 +279,14 @@ def with_other_answers(batch: Batch) -> Batch:
 
 
 def _unrouted(batch: Batch) -> Batch:
+    """Return the batch without its recorded routing, so that a mixture of experts chooses its own experts."""
     return msgspec.structs.replace(batch, routing=None)
 
 
 def _read(parts: LearnerParts, config: Frozen, path: str, setting: str) -> Copy:
-    """Return a copy of the weights in a directory. The weights of the model are unchanged afterwards."""
+    """Return a copy of the weights in the directory ``path``. The weights of the model are unchanged afterwards.
+    ``setting`` is the name of the policy's table in the run file; :class:`~headrace.base.errors.ConfigError` is raised
+    with it if the directory does not fit the model."""
     copy = Copy(parts.model, parts.optimizer.trained, config.device)
     try:
         Snapshot(parts.model, parts.optimizer, parts.ranks).restore_weights(Path(path))
@@ -288,12 +317,14 @@ class SampledPolicies(AuxiliaryModel):
     name = "sampled"
 
     def __init__(self, parts: LearnerParts, config: SampledVersions) -> None:
+        """Allocate a copy of the trained weights for each of the ``config.versions`` versions that are kept."""
         self._forward = parts.forward
         trained = parts.optimizer.trained
         self._ring = Ring([Copy(parts.model, trained, config.device) for _ in range(config.versions)])
 
     @property
     def swaps_weights(self) -> bool:
+        """Return ``True``: the trained model is switched to copies of older versions during :meth:`prepare`."""
         return True
 
     def prepare(self, work: StepWork) -> StepWork:
@@ -316,10 +347,14 @@ class SampledPolicies(AuxiliaryModel):
         return replace(work, log_old_N=torch.from_numpy(log_old_N))
 
     def before_update(self) -> None:
+        """Keep the weights of the version that the update replaces."""
         self._ring.before_update()
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the tensors of all kept versions for a snapshot, labelled ``place|name``; place 0 is the oldest
+        version."""
         return self._ring.state()
 
     def set_state(self, state: Mapping[str, Tensor]) -> None:
+        """Restore the kept versions from the tensors that :meth:`state` returned."""
         self._ring.set_state(state)

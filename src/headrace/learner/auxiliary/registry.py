@@ -34,8 +34,8 @@ def auxiliary_models(parts: LearnerParts) -> tuple[AuxiliaryModel, ...]:
 
 
 def refuse_unserved(objective: Objective, found: Sequence[AuxiliaryModel]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner nor one
-    of its auxiliary models computes."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the objective reads a column that neither the learner itself
+    nor one of ``found``, its auxiliary models, computes. The message names the settings that would add it."""
     held = COLUMNS.union(*(model.columns for model in found))
     names = {model.name for model in found}
     missing: list[str] = sorted(objective.columns - held)

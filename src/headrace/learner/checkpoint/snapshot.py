@@ -167,27 +167,32 @@ def _remedy(damaged: Path, *, to_resume: bool) -> str:
 
 
 def _older(snapshot: Path) -> list[Path]:
+    """Return the snapshots beside ``snapshot`` with a smaller step, newest first; none if it has not the name of a
+    snapshot."""
     named = _named(snapshot.parent)
     return named[named.index(snapshot) + 1 :] if snapshot in named else []
 
 
 def _problem(snapshot: Path, *, to_resume: bool) -> str:
-    """Return why a snapshot cannot be used; empty if it can."""
+    """Return why a snapshot cannot be used, in words; empty if it can. Cheap checks of names and sizes come before the
+    hashes of the whole files. Without ``to_resume`` the optimizer's files are not checked."""
     return _defect(snapshot, to_resume=to_resume) or _change(snapshot, to_resume=to_resume)
 
 
 def _read(state: SnapshotState, *, to_resume: bool) -> list[str]:
-    """Return the names of the files that are read: to resume, the optimizer's too."""
+    """Return the names of the files of a snapshot that its use reads: all to resume a run, and all but the optimizer's
+    otherwise."""
     return [name for name in state.files if to_resume or not name.startswith(OPTIMIZER)]
 
 
 def _decode(snapshot: Path) -> SnapshotState:
+    """Return the content of the snapshot's state file, unchecked."""
     return msgspec.json.decode((snapshot / STATE_FILE).read_bytes(), type=SnapshotState)
 
 
 def _change(snapshot: Path, *, to_resume: bool) -> str:
-    """Return what is wrong with a file that has changed since it was written, or is missing; empty if nothing is.
-    ``to_resume`` says whether the files are looked at that only a resumed run reads, such as the optimizer's."""
+    """Return which file has changed since it was written or is missing, by its checksum and in words; empty if none.
+    ``to_resume`` says whether the files are checked that only a resumed run reads, such as the optimizer's."""
     state = _decode(snapshot)
     try:
         found = verify(snapshot, [STATE_FILE, *_read(state, to_resume=to_resume)])
@@ -197,7 +202,8 @@ def _change(snapshot: Path, *, to_resume: bool) -> str:
 
 
 def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
-    """Return why a snapshot is not complete, judged without reading all of it; empty if it is."""
+    """Return why a snapshot is not complete, judged by its state file and the sizes of the others without reading them;
+    empty if it is complete. Without ``to_resume`` the optimizer's files do not count."""
     try:
         verify(snapshot, [STATE_FILE])  # check the state file before reading it
         state = _decode(snapshot)
@@ -215,20 +221,21 @@ def _defect(snapshot: Path, *, to_resume: bool = True) -> str:
 
 
 def _named(directory: Path) -> list[Path]:
-    """Return all directories with the name of a snapshot, newest first."""
+    """Return all directories in ``directory`` with the name of a snapshot, complete or not, newest first."""
     named = [(int(match[1]), path) for path in _entries(directory) if (match := _NAME.fullmatch(path.name))]
     return [path for _, path in sorted(named, reverse=True)]
 
 
 def _whole(directory: Path) -> list[Path]:
-    """Return the complete snapshots, newest first."""
+    """Return the complete snapshots in ``directory``, newest first. Only sizes are compared; files are not read as a
+    whole."""
     return [path for path in _named(directory) if not _defect(path)]
 
 
 @contextmanager
 def _explained(path: Path, action: str) -> Iterator[None]:
-    """Raise an ``OSError`` of the body as :class:`~headrace.base.errors.CheckpointError`. ``action`` is a participle:
-    written, read."""
+    """Raise an ``OSError`` of the body as :class:`~headrace.base.errors.CheckpointError` about the snapshot ``path``.
+    ``action`` is the participle that completes "cannot be ...": written, read."""
     try:
         yield
     except OSError as error:
@@ -246,12 +253,15 @@ def _remove(snapshot: Path) -> None:
 
 
 def _entries(directory: Path) -> list[Path]:
+    """Return the directories in ``directory``, in no order; none if it does not exist."""
     return [path for path in directory.iterdir() if path.is_dir()] if directory.is_dir() else []
 
 
 def _files(directory: Path) -> list[Path]:
+    """Return all files below ``directory``, sorted by path."""
     return [path for path in sorted(directory.rglob("*")) if path.is_file()]
 
 
 def _name(step: int) -> str:
+    """Return the name of the directory of the snapshot of ``step``, such as ``step-000010``."""
     return f"step-{step:06d}"

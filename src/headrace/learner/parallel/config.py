@@ -76,8 +76,8 @@ class ParallelConfig(Section):
         return self.replicate * self.data * self.context
 
     def refuse_world(self, launched: int) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` unless these settings describe exactly ``launched``
-        ranks."""
+        """Raise :class:`~headrace.base.errors.ConfigError` unless these settings describe exactly ``launched`` ranks,
+        the number of processes that were started."""
         if launched == self.world:
             return
         rest = self.replicate * self.context * self.tensor
@@ -91,7 +91,8 @@ class ParallelConfig(Section):
         )
 
     def refuse_settings(self, model: ModelConfig) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for settings that only a learner in one process supports."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``model`` that only a learner in one process
+        supports, if there are several ranks."""
         for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
             if chosen and self.world > 1:
                 raise ConfigError(
@@ -100,8 +101,9 @@ class ParallelConfig(Section):
                 )
 
     def refuse_model(self, path: str, model: Any) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for a ``model`` configuration that cannot be sharded over
-        these ranks."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for a model that cannot be sharded over these ranks, because
+        its heads or experts cannot be divided evenly. ``model`` is its configuration of transformers, read from
+        ``path``."""
         needs = (
             ("tensor", self.tensor, ("num_attention_heads",)),
             ("tensor", self.tensor, ("num_key_value_heads",)),

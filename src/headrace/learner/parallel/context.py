@@ -7,8 +7,8 @@ Outside attention, tokens do not depend on each other. In every layer each rank 
 (Llama 3, §3.3.2, "all-gather based"); in the backward pass their gradients are summed and returned to the ranks that
 computed the tokens.
 
-Shape legend: M tokens of a micro-batch, L tokens of it on this rank (the same number on every rank, padded), C ranks,
-P tokens that carry loss and are computed here, H query heads, K key-value heads, D head size.
+Shape legend: M tokens of a micro-batch, N tokens of it on this rank (the same number on every rank, padded), C ranks,
+S sequences of the micro-batch, H query heads, K key-value heads, D head size.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _REDUCE_SCATTER = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 class Pieces:
-    """The assignment of the tokens of a micro-batch to ``num_ranks`` ranks.
+    """The assignment of the ``num_tokens`` tokens of a micro-batch to ``num_ranks`` ranks, two pieces for each.
 
     >>> pieces = Pieces(7, 2)
     >>> pieces.of(0).tolist(), pieces.of(1).tolist()
@@ -47,13 +47,14 @@ class Pieces:
     """
 
     def __init__(self, num_tokens: int, num_ranks: int) -> None:
+        """Cut ``num_tokens`` tokens into two pieces for each of ``num_ranks`` ranks."""
         self.num_tokens = num_tokens
         self.num_ranks = num_ranks
         self._size = -(-num_tokens // (2 * num_ranks))
 
     @property
     def per_rank(self) -> int:
-        """L, the number of positions of each rank; the last of them may hold no token."""
+        """N, the number of positions of each rank; the last of them may be padding."""
         return 2 * self._size
 
     def of(self, rank: int) -> Index:
@@ -62,13 +63,15 @@ class Pieces:
         return np.concatenate(both)
 
     def _piece(self, number: int) -> Index:
+        """Return the indices of the tokens of piece ``number``, which counts from 0 to 2·C − 1; the last pieces may be
+        shorter or empty."""
         first = min(number * self._size, self.num_tokens)
         return np.arange(first, min(first + self._size, self.num_tokens))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Run:
-    """Consecutive tokens of one sequence that are computed on this rank."""
+    """Consecutive tokens of one sequence that are computed on this rank, for which attention is one call."""
 
     rows: slice
     """The rows of these tokens on this rank."""
@@ -79,17 +82,21 @@ class _Run:
 
     @property
     def length(self) -> int:
+        """Return the number of tokens of the run."""
         return int(self.rows.stop - self.rows.start)
 
 
 class ContextPlan:
-    """Block-diagonal causal attention of one rank's tokens (see :class:`headrace.models.attention.Plan`)."""
+    """Block-diagonal causal attention of one rank's tokens (see :class:`headrace.models.attention.Plan`). ``lengths_S``
+    is the number of tokens of each sequence of the micro-batch, and ``group`` holds the C ranks that share it."""
 
-    def __init__(self, lengths_K: Index, pieces: Pieces, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, lengths_S: Index, pieces: Pieces, group: dist.ProcessGroup, device: torch.device) -> None:
+        """Lay out the tokens of this rank. ``pieces`` says which tokens of the micro-batch each rank of ``group``
+        computes."""
         self._group = group
         rank = dist.get_rank(group)
         places = [pieces.of(other) for other in range(pieces.num_ranks)]
-        starts_M = np.repeat(np.cumsum(lengths_K) - lengths_K, lengths_K)
+        starts_M = np.repeat(np.cumsum(lengths_S) - lengths_S, lengths_S)
         mine = places[rank]
         self._runs = _runs(mine, starts_M)
         self._padding = pieces.per_rank - len(mine)
@@ -101,10 +108,13 @@ class ContextPlan:
         self._found_M = torch.from_numpy(found_M).to(device)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
-        """Compute the attention of this rank's tokens over the keys and values that all ranks hold."""
+        """Return the attention ``[N, H, D]`` of this rank's tokens over the keys and values of all ranks, under the
+        mask that ``rule`` describes; zeros for the padding. The model's attention layers call it."""
         key, value = (self._gather(tensor).transpose(0, 1)[None] for tensor in (key_NKD, value_NKD))
         query = query_NHD.transpose(0, 1)[None]
-        parts = [self._attend(query, key, value, run, rule) for whole in self._runs for run in _blocks(whole, rule)]
+        # a run that needs a mask is computed in blocks, which bound the memory of the mask
+        blocks = [block for run in self._runs for block in _blocks(run, rule)]
+        parts = [self._attend(query, key, value, block, rule) for block in blocks]
         parts.append(query_NHD.new_zeros(self._padding, query_NHD.shape[1], value_NKD.shape[2]))
         return torch.cat(parts)
 
@@ -125,11 +135,14 @@ class ContextPlan:
         )
 
     def _gather(self, tensor_NKD: Tensor) -> Tensor:
+        """Return the keys or values of all tokens of the micro-batch, in their order, ``[M, K, D]``, from those of this
+        rank's tokens."""
         return gather(tensor_NKD, self._group).index_select(0, self._found_M)
 
     @staticmethod
     def _attend(query: Tensor, key: Tensor, value: Tensor, run: _Run, rule: Rule) -> Tensor:
-        """Return the attention of one run of rows over the keys that they may see."""
+        """Return the attention ``[length, H, D]`` of the tokens of one run over the keys that they may see. ``query``
+        is ``[1, H, N, D]``; ``key`` and ``value`` are ``[1, K, M, D]``."""
         end = run.first + run.length
         begin = max(0, run.first + 1 - (rule.window or end), run.first // rule.chunk * rule.chunk if rule.chunk else 0)
         seen = slice(run.start + begin, run.start + end)
@@ -144,7 +157,8 @@ class ContextPlan:
 
 
 def _masked(run: _Run, rule: Rule) -> bool:
-    """Return whether the run needs an explicit mask."""
+    """Return whether attention of the run needs an explicit mask, because ``rule`` is more than plain causal attention
+    for it."""
     return not rule.plain or rule.limits(run.first + run.length)
 
 
@@ -164,8 +178,8 @@ def _blocks(run: _Run, rule: Rule) -> list[_Run]:
 
 
 def _runs(mine: Index, starts_M: Index) -> list[_Run]:
-    """Return the runs of consecutive tokens of one sequence among this rank's tokens. ``starts_M`` holds the place at
-    which the sequence of each token begins."""
+    """Return the runs of consecutive tokens of one sequence among this rank's tokens, whose indices in the micro-batch
+    are ``mine``. ``starts_M`` holds the index at which the sequence of each token begins."""
     breaks = np.flatnonzero((np.diff(mine) != 1) | (np.diff(starts_M[mine]) != 0)) + 1
     edges = [0, *breaks.tolist(), len(mine)] if len(mine) else []
     return [
@@ -191,8 +205,11 @@ def gather_shared(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
+    """The function behind :func:`gather`: an all-gather whose backward pass is a reduce-scatter."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the tensors of all ranks of ``group``, concatenated along the first axis."""
         ctx.group = group
         return _all(tensor, group)
 
@@ -207,18 +224,24 @@ class _Gather(torch.autograd.Function):
 
 
 class _GatherShared(torch.autograd.Function):
+    """The function behind :func:`gather_shared`: an all-gather whose backward pass sends nothing."""
+
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """Return the tensors of all ranks of ``group``, concatenated along the first axis."""
         ctx.group = group
         return _all(tensor, group)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Return this rank's part of the gradient, which is the same on all ranks."""
         (gradient,) = gradients
         return gradient.tensor_split(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
 
 def _all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the tensors of all ranks of ``group``, of the same shape on each, concatenated along the first axis;
+    without gradient."""
     out = tensor.new_empty(tensor.shape[0] * dist.get_world_size(group), *tensor.shape[1:])
     _ALL_GATHER(out, tensor, group=group)
     return out

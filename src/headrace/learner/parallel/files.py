@@ -50,7 +50,8 @@ class _Written(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Snapshot:
-    """The snapshots of one model and its optimizer, which it writes and reads."""
+    """The writer and reader of the snapshots of one model, its optimizer and its auxiliary models. Each rank has one,
+    and all ranks call each method together."""
 
     def __init__(
         self,
@@ -59,13 +60,15 @@ class Snapshot:
         ranks: AnyRanks,
         auxiliary: Sequence[AuxiliaryModel] = (),
     ) -> None:
+        """Take the parts whose state is written and read; ``auxiliary`` are the learner's auxiliary models."""
         self._model = model
         self._optimizer = optimizer
         self._ranks = ranks
         self._auxiliary = auxiliary
 
     def save(self, directory: Path, step: int, model_dir: Path) -> None:
-        """Write everything into the existing ``directory``, flushed; the tokenizer's files come from ``model_dir``.
+        """Write everything into the existing ``directory``, flushed, for the training step ``step``; the tokenizer's
+        files come from ``model_dir``.
 
         Raises :class:`~headrace.base.errors.CheckpointError` on every rank if one of them cannot; the directory is
         removed.
@@ -114,7 +117,8 @@ class Snapshot:
 
     @torch.no_grad()
     def _restore_parts(self, directory: Path, ranks: Ranks) -> None:
-        """Load this rank's part of the weights in ``directory`` into the model."""
+        """Load this rank's part of the weights in ``directory`` into the model. Raises
+        :class:`~headrace.base.errors.CheckpointError` if they belong to another model."""
         dtype: Any = str(self._model.dtype).removeprefix("torch.")
         held = weight_tensors(self._model)
         try:
@@ -175,7 +179,8 @@ class Snapshot:
                 ) from None
 
     def _restore_from(self, path: Path) -> int:
-        """Restore optimizer and random state from this rank's file, and return its step."""
+        """Restore optimizer and random state from one of the optimizer's files, of which this rank keeps its shards,
+        and return the number of the training step in it."""
         trained = {one.name: one for one in self._optimizer.trained}
         with safe_open(path, framework="pt") as file:
             step = int(file.metadata()[_STEP])
@@ -191,17 +196,21 @@ class Snapshot:
         return step
 
     def _file(self, kind: str) -> str:
+        """Return the name of this rank's file of one ``kind``: ``model``, ``optimizer`` or the name of an auxiliary
+        model."""
         if self._ranks.config.world == 1:
             return f"{kind}.safetensors"
         return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._ranks.config.world:05d}.safetensors"
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the weights that this rank writes, under the names of the model's own files."""
+        """Return the weights that this rank writes, as whole tensors under the names of the model's own files. All
+        ranks must call it together."""
         held = weight_tensors(self._model) | fixed_buffers(self._model)
         return in_file_format(self._model, self._kept(iter(held.items())))
 
     def _beside(self) -> dict[str, dict[str, Tensor]]:
-        """Return the tensors of the auxiliary models that this rank writes, by file."""
+        """Return the tensors of the auxiliary models that this rank writes, by the name of their file. All ranks must
+        call it together."""
         return {self._file(one.name): self._kept(iter(one.state())) for one in self._auxiliary if one.has_state}
 
     def _moments(self) -> dict[str, Tensor]:
@@ -216,7 +225,8 @@ class Snapshot:
         return kept | {_RANDOM_STATE: torch.get_rng_state()} if self._ranks.is_leader else kept
 
     def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Return this rank's share of the tensors, as whole tensors in host memory. All ranks must iterate together."""
+        """Return those of the named tensors that this rank writes, as whole tensors in host memory; each tensor goes to
+        the rank with the fewest bytes so far. All ranks must iterate together, because sharded tensors are gathered."""
         loads = [0] * self._ranks.config.world
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors:
@@ -228,7 +238,8 @@ class Snapshot:
         return kept
 
     def _small_files(self, directory: Path, model_dir: Path) -> None:
-        """Write the model's configuration, and copy the tokenizer's files from ``model_dir``."""
+        """Write the model's configuration into ``directory``, and copy the tokenizer's files from ``model_dir``; only
+        one rank does so."""
         self._model.config.save_pretrained(directory)
         if self._model.can_generate():
             self._model.generation_config.save_pretrained(directory)
@@ -237,7 +248,9 @@ class Snapshot:
                 shutil.copyfile(path, directory / path.name)
 
     def _finish(self, directory: Path, said: list[_Written]) -> None:
-        """Write the index and the checksums and flush, or remove the directory; every rank waits for the result."""
+        """Write the index and the checksums and flush, or remove the directory if a rank has reported a problem; every
+        rank waits for the result. ``said`` are the reports of all ranks, in order of rank. Raises
+        :class:`~headrace.base.errors.CheckpointError` on every rank if the snapshot could not be written."""
         problems = [one.problem for one in said if one.problem]
         if self._ranks.is_leader and not problems:
             try:
@@ -258,7 +271,8 @@ class Snapshot:
 
 
 def _write_index(directory: Path, said: list[list[str]]) -> None:
-    """Write the index that says which file contains which weight."""
+    """Write transformers' index, which says which file contains which weight. ``said`` are the names of the weights
+    that each rank wrote, in order of rank."""
     sizes = [path.stat().st_size for path in directory.glob("model-*.safetensors")]
     files = {
         name: f"model-{rank + 1:05d}-of-{len(said):05d}.safetensors"

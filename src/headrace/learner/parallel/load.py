@@ -21,8 +21,8 @@ from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import own_class, reshard
 from headrace.models import attention, check, indexed, load, recurrent, routing, settings, weights
-from headrace.models.again import carrying
 from headrace.models.config import ModelConfig
+from headrace.models.recompute import carrying
 from headrace.models.text_part import trunk_name
 
 
@@ -80,7 +80,7 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
 
 def _check(model: PreTrainedModel, config: ModelConfig, ranks: Ranks) -> None:
     """Raise :class:`~headrace.base.errors.HeadraceError` for a model that these ranks cannot compute as one process
-    does. All of them must call it together."""
+    does, found by short forward passes. All ranks must call it together."""
     trunk = model._modules.get(trunk_name(model)) or model
     if ranks.config.num_averaged > 1 and not any(isinstance(each, FSDPModule) for each in trunk.modules()):
         raise _unshardable(config, model, "transformers has no plan that shards its layers")
@@ -136,6 +136,7 @@ def _wrongly_joined(model: PreTrainedModel) -> str:
 
 
 def _cut_by_rows(tensor: DTensor) -> bool:
+    """Return whether the rows of a tensor, its first axis, are distributed over ranks."""
     return any(placement.is_shard(0) for placement in tensor.placements)
 
 
@@ -144,6 +145,7 @@ def _use_all_experts(model: PreTrainedModel) -> None:
     a pass may choose those alone, and ranks that reduce different gradients would fail, or wait for each other."""
 
     def with_weights(experts: nn.Module, args: object, output: Tensor) -> Tensor:
+        """Return the output of the experts unchanged, as one that depends on all their weights; a forward hook."""
         for weight in experts.parameters():
             output = output + weight[:0].sum()  # zero, with a gradient of zeros
         return output
@@ -177,6 +179,7 @@ def _readable(config: ModelConfig, parallel: ParallelConfig) -> PreTrainedConfig
 
 
 def _unshardable(config: ModelConfig, model: PreTrainedModel, reason: str) -> ConfigError:
+    """Return the error for a model that several ranks cannot train, for ``reason``."""
     kind = own_class(model)
     return ConfigError(
         f"a learner on several ranks with model.path={config.path!r}, which is a {kind.__name__}: {reason}",

@@ -29,12 +29,15 @@ LOST = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "Ti
 
 
 class SingleRank:
-    """The only rank of a learner in one process, whose methods return at once."""
+    """The only rank of a learner of one process, in place of :class:`Ranks`. It has no other ranks to communicate with,
+    so its methods return at once what they are given."""
 
     is_leader = True
     rank = share = part = 0
+    """The attributes of :class:`Ranks`: the only rank computes the only part of the only share."""
 
     def __init__(self, device: torch.device) -> None:
+        """Make the only rank of a learner that computes on ``device``."""
         self.config = ParallelConfig()
         self.device = device
 
@@ -43,21 +46,27 @@ class SingleRank:
         return number
 
     def sum(self, number: float) -> float:
+        """Return ``number``, the sum over the only rank."""
         return number
 
     def join_shares(self, column_N: Tensor) -> Tensor:
+        """Return ``column_N``, which holds the values of all tokens."""
         return column_N
 
     def gather(self, message: bytes) -> list[bytes]:
+        """Return the bytes of the only rank."""
         return [message]
 
     def gather_parts(self, message: bytes) -> list[bytes]:
+        """Return the bytes of the only rank."""
         return [message]
 
     def wait(self) -> None:
+        """Return at once: there is no other rank to wait for."""
         return
 
     def together(self) -> AbstractContextManager[None]:
+        """Return a context manager that does nothing: an error travels as it is."""
         return nullcontext()
 
 
@@ -65,6 +74,7 @@ class Ranks:
     """This process as one of the ranks of its learner. All ranks must call each method, in the same order."""
 
     def __init__(self, config: ParallelConfig, device: torch.device) -> None:
+        """Divide the ranks of torch's process group, which must have been joined, as ``config`` says."""
         self.config = config
         self.device = device
         self.rank = dist.get_rank()
@@ -83,21 +93,21 @@ class Ranks:
         return self.rank == 0
 
     def largest(self, number: int) -> int:
-        """Return the largest of the ranks' numbers."""
+        """Return the largest of the numbers with which the ranks call it."""
         return int(_reduced(torch.tensor([number]), dist.ReduceOp.MAX)[0])
 
     def sum(self, number: float) -> float:
-        """Return the sum of the ranks' numbers, with the same bits on every rank."""
+        """Return the sum of the numbers with which the ranks call it, with the same bits on every rank."""
         return float(_reduced(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM)[0])
 
     def join_shares(self, column_N: Tensor) -> Tensor:
-        """Return the sum over the shares of columns in host memory, in which each token has a value in one share
-        only."""
+        """Return the column that the shares make up together: ``column_N`` in host memory, in which each token has a
+        value in one share and 0 in the others, summed over the shares, in place."""
         dist.all_reduce(column_N, group=self._samples_group)
         return column_N
 
     def gather(self, message: bytes) -> list[bytes]:
-        """Return the bytes of each rank, in order of rank."""
+        """Return the ``message`` of each rank, in order of rank; their lengths may differ."""
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world)]
         dist.all_gather(sizes, torch.tensor([len(message)]))
         longest = max(int(size) for size in sizes)
@@ -108,11 +118,12 @@ class Ranks:
         return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
     def gather_parts(self, message: bytes) -> list[bytes]:
-        """Return the bytes of the first rank of each part of each share, in order."""
+        """Return the ``message`` of the first tensor-parallel rank of each context part of each share, in order of
+        rank."""
         return self.gather(message)[:: self.config.tensor]
 
     def broadcast(self, message: bytes | None) -> bytes:
-        """Return the bytes of the leading rank; the others pass ``None``."""
+        """Return the message of the leading rank, on every rank; the others pass ``None``."""
         size = torch.tensor([0 if message is None else len(message)])
         dist.broadcast(size, src=0)
         received = torch.empty(int(size), dtype=torch.uint8) if message is None else _tensor(message)
@@ -126,7 +137,8 @@ class Ranks:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Wrap a computation in which the ranks depend on each other. If this rank fails alone it cannot continue,
-        because the others wait for its part. Raises :class:`~headrace.base.errors.ComponentDied` with its rank."""
+        because the others wait for its part. Raises :class:`~headrace.base.errors.ComponentDied` with its rank for any
+        error of the block."""
         try:
             with explained_rank_loss(self.rank):
                 yield
@@ -149,7 +161,9 @@ AnyRanks = Ranks | SingleRank
 def joined(
     config: ParallelConfig, place: RankPlace, device: torch.device, rendezvous: str = "env://"
 ) -> Iterator[AnyRanks]:
-    """Join the other ranks at ``rendezvous``, if there are any, and leave them at the end of the ``with`` block.
+    """Join the other ranks at ``rendezvous``, if there are any, and yield this process's communication with them; leave
+    them at the end of the ``with`` block. ``place`` is the rank of this process and the number of processes that were
+    started.
 
     ``rendezvous`` is torch's ``init_method``: ``env://`` under torchrun or Ray, ``file://`` on one machine. Raises
     :class:`~headrace.base.errors.ConfigError` if the number of ranks differs from the configuration.
@@ -173,7 +187,8 @@ def joined(
 
 @contextmanager
 def explained_rank_loss(rank: int) -> Iterator[None]:
-    """Turn torch's error about another rank that went away into :class:`RankLost`."""
+    """Turn torch's error about another rank that went away, raised in the ``with`` block of rank ``rank``, into
+    :class:`RankLost`."""
     try:
         yield
     except RuntimeError as error:  # torch raises nothing narrower for every backend
@@ -186,9 +201,11 @@ def explained_rank_loss(rank: int) -> Iterator[None]:
 
 
 def _reduced(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:
+    """Return ``tensor`` reduced over all ranks by ``how``, in place."""
     dist.all_reduce(tensor, op=how)
     return tensor
 
 
 def _tensor(message: bytes) -> Tensor:
+    """Return the bytes of a message as a tensor that can be sent to other ranks."""
     return torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else torch.empty(0, dtype=torch.uint8)

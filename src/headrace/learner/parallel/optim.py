@@ -2,12 +2,12 @@
 
     model's weights (bfloat16, sharded) ◀── rounded ── masters (float32, this rank's part, maybe in host memory)
          │ backward of one micro-batch                     ▲
-         ▼                                                 │ AdamW: number by number; Muon: whole matrices
+         ▼                                                 │ AdamW: elementwise; Muon: whole matrices
       p.grad ───────────── collect(): added up ──────▶ master.grad ── clip
 
 Where weights are float32 and stay on the device, a master *is* the weight's memory; in one process, it is the weight
-itself, and nothing has to be collected. AdamW needs nothing of the other ranks. Muon (Jordan 2024) makes a matrix's
-update orthogonal, for which the matrix is gathered.
+itself, and nothing has to be collected. AdamW needs nothing from the other ranks. Muon (Jordan 2024) makes the update
+of a matrix orthogonal, for which all parts of its gradient (with momentum) are gathered.
 """
 
 from __future__ import annotations
@@ -42,10 +42,13 @@ class TrainedWeight:
     """One trained weight, and the tensor that the optimizer updates in its place."""
 
     name: str
+    """Name of the parameter in the model."""
     weight: Parameter
+    """The parameter with which the model computes."""
     master: Parameter
+    """This rank's part of the weight, in the format and on the device in which the optimizer updates it."""
     has_own_memory: bool
-    """Whether the master has memory of its own."""
+    """Whether the master has memory of its own; otherwise it shares the weight's."""
 
     muon: bool
     """Whether Muon updates it, because it is a matrix."""
@@ -53,7 +56,8 @@ class TrainedWeight:
     """Agent whose adapter it belongs to, if agents train their own; empty otherwise."""
 
     def collect(self) -> None:
-        """Move the weight's gradient to its master, added to the gradient there."""
+        """Move the weight's gradient of one backward pass to its master, added to the gradient there. Nothing is done
+        if the master is the weight itself."""
         if self.weight.grad is None or self.master is self.weight:
             return
         part = local(placed(self.weight.grad, self.weight)).to(device=self.master.device, dtype=self.master.dtype)
@@ -64,12 +68,13 @@ class TrainedWeight:
         self.weight.grad = None
 
     def publish(self) -> None:
-        """Round the master into the weight."""
+        """Round the master, which an update has changed, into the weight. Nothing is done if both share their
+        memory."""
         if self.has_own_memory:
             local(self.weight.detach()).copy_(self.master.detach())
 
     def refresh_master(self) -> None:
-        """Copy the weight into its master, because another component changed it."""
+        """Copy the weight into its master, because something other than the optimizer has changed the weight."""
         if self.has_own_memory:
             self.master.detach().copy_(local(self.weight.detach()))
 
@@ -79,6 +84,8 @@ class ShardOptimizer:
     call :meth:`clip_norms`, :meth:`step` and :meth:`state` together."""
 
     def __init__(self, model: PreTrainedModel, config: LearnerConfig, ranks: AnyRanks) -> None:
+        """Make the optimizer of all parameters of ``model`` that require gradients. Raises
+        :class:`~headrace.base.errors.ConfigError` for settings that the model cannot have."""
         self._model = model
         self._ranks = ranks
         if config.optimizer.kind == "muon" and is_adapted(model):
@@ -112,16 +119,17 @@ class ShardOptimizer:
 
     @property
     def plain(self) -> bool:
-        """Return whether the optimizer is only AdamW over the weights themselves."""
+        """Return whether the optimizer is only AdamW over the weights themselves, without masters of their own memory
+        and without Muon. Such a state is written in torch's own form."""
         return all(one.master is one.weight and not one.muon for one in self.trained)
 
     @property
     def empty(self) -> bool:
-        """Return whether there is no gradient."""
+        """Return whether there is no gradient for the next update."""
         return all(one.master.grad is None for one in self.trained)
 
     def collect(self) -> None:
-        """Add the gradients of a backward pass to those that :meth:`step` will use."""
+        """Move the gradients of a backward pass to the masters, added to those that :meth:`step` will use."""
         for one in self.trained:
             one.collect()
 
@@ -148,7 +156,7 @@ class ShardOptimizer:
         return found
 
     def scale(self, factor: float) -> None:
-        """Multiply the gradients by ``factor``."""
+        """Multiply the gradients that were collected by ``factor``."""
         parts = [one.master.grad for one in self.trained if one.master.grad is not None]
         torch._foreach_mul_(parts, factor)
 
@@ -196,7 +204,7 @@ class ShardOptimizer:
         self.zero_grad()
 
     def zero_grad(self) -> None:
-        """Discard the gradients."""
+        """Discard the gradients of the weights and of their masters."""
         for one in self.trained:
             one.weight.grad = one.master.grad = None
 
@@ -237,16 +245,19 @@ class ShardOptimizer:
             self._held(one)["step"] = self._count(one, updates)
 
     def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the moments or the momentum of a weight before its first update."""
+        """Return the optimizer's state of a weight before its first update: AdamW's moments, or Muon's momentum, of
+        zeros."""
         if self._low_bit is not None:
             return self._low_bit.moments(one.master)
         return {key: torch.zeros_like(one.master) for key in (MUON if one.muon else ADAMW)}
 
     def _count(self, one: TrainedWeight, updates: int) -> Tensor:
+        """Return the number of ``updates`` as the tensor in which AdamW counts them."""
         return torch.tensor(float(updates), dtype=torch.float32, device=one.master.device)
 
     def _held(self, one: TrainedWeight) -> dict[str, Tensor]:
-        """Return the optimizer's state of a weight: its momentum under Muon, its moments under AdamW."""
+        """Return the optimizer's state of a weight on this rank, which the caller may change in place: its momentum
+        under Muon, its moments under AdamW; empty before it is allocated."""
         if one.muon:
             return self._momenta.setdefault(one.name, {})
         assert self.adamw is not None
@@ -254,11 +265,13 @@ class ShardOptimizer:
         return held
 
     def _orthogonal_step(self, one: TrainedWeight, gradient: Tensor, lr: float) -> None:
-        """Apply torch's Muon to the whole matrix, of which every rank takes its part, so that the result does not
-        depend on the ranks.
+        """Make one update of the matrix ``one`` by Muon, with decoupled weight decay. ``gradient`` is this rank's part
+        of the gradient. ``lr`` is the rate of all weights, which the rule of this weight scales. Every rank applies
+        torch's Muon to the whole matrix and uses its own part of the update, so that the result does not depend on how
+        the matrix is sharded.
 
-        Nesterov momentum works number by number, so it is kept and computed on the parts. Torch's Muon without
-        momentum, applied to a matrix of zeros, then leaves the update itself.
+        Nesterov momentum is elementwise, so each rank keeps and computes only its own part of it. Torch's Muon is then
+        applied, without momentum, to a matrix of zeros, which thereby becomes the update itself.
         """
         rule = self._rules[one.name]
         lr *= rule.lr_scale
@@ -275,7 +288,8 @@ class ShardOptimizer:
 
 
 def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:
-    """Return the record of a trained weight, with a master copy where the memory settings ask for one."""
+    """Return the record of a trained weight, with a master copy where the memory settings ask for one. ``alone`` says
+    that there is a single rank, whose master may be the weight itself; ``muon`` that Muon updates the weight."""
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
@@ -289,7 +303,8 @@ def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, 
 
 
 def _ends(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the weights of the embeddings and, unless it is the same one, of the head."""
+    """Return the weights of both ends of the model by name: ``embeddings``, and ``head`` unless it is the same
+    weight."""
     ends = {"embeddings": model.get_input_embeddings(), "head": model.get_output_embeddings()}
     found = {name: end.weight for name, end in ends.items() if end is not None}
     if found.get("head") is found.get("embeddings"):

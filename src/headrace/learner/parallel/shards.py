@@ -17,7 +17,8 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def like(part: Tensor, tensor: Tensor) -> Tensor:
-    """Return ``part`` as this rank's part of a tensor that is sharded like ``tensor``."""
+    """Return the distributed tensor of which ``part`` is this rank's part, sharded like ``tensor``; ``part`` itself if
+    ``tensor`` is not sharded."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor.from_local(
@@ -26,19 +27,20 @@ def like(part: Tensor, tensor: Tensor) -> Tensor:
 
 
 def placed(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return ``tensor`` sharded like ``other``; both are on the same ranks."""
+    """Return ``tensor`` sharded as ``other`` is, with the communication that this needs; both are on the same ranks."""
     if not isinstance(tensor, DTensor) or not isinstance(other, DTensor) or tensor.placements == other.placements:
         return tensor
     return tensor.redistribute(placements=other.placements)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor, on every rank that holds a part."""
+    """Return the whole tensor, gathered from the ranks that hold its parts, which must all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``full``, sharded like ``tensor``; nothing is sent."""
+    """Return this rank's part of ``full``, a whole tensor that every rank has, cut as ``tensor`` is sharded; nothing is
+    sent."""
     if not isinstance(tensor, DTensor):
         return full
     full = full.to(tensor.device_mesh.device_type)
@@ -46,7 +48,7 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
 
 
 def copies(tensor: Tensor) -> int:
-    """Return how many ranks hold the same part of ``tensor``."""
+    """Return how many ranks hold the same part of ``tensor``, by which sums over all ranks are divided."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if not isinstance(tensor, DTensor):
         return world

@@ -32,20 +32,22 @@ MakeLogprobs = Callable[[TrunkAndHead], Callable[..., tuple[Tensor, ...]]]
 
 
 class ShardedLogprobs:
-    """The computation of :class:`~headrace.learner.logits.TokenLogprobs` for a model whose parameters are sharded over
-    ranks.
+    """The computation of :class:`~headrace.learner.logits.TokenLogprobs` (log π and entropies) for a model whose
+    parameters are sharded over ranks. ``make`` returns that computation, or one like it, for a given trunk and head.
 
     Every rank must call it equally often, in the same order; tokens and rows may differ.
     """
 
     def __init__(self, model: PreTrainedModel, make: MakeLogprobs) -> None:
+        """Prepare the computation for ``model``; ``make`` returns it for a trunk and a head."""
         self._model = model
         self._trunk: nn.Module = model.get_submodule(trunk_name(model))
         self._head: nn.Module = model.get_output_embeddings()
         self._logprobs = make(_HeadAlone(model, self._head))
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Return the same tensors as :meth:`TokenLogprobs.__call__`."""
+        """Return the same tensors as :meth:`TokenLogprobs.__call__`, for the same arguments: the keyword arguments of a
+        forward pass, the positions before the loss tokens, and ``rest``, which describes what is computed there."""
         hidden_PD = self._hidden(inputs)[before_P]
         rows_P = torch.arange(len(before_P), device=hidden_PD.device)
         found = self._inside_head(lambda given_PD: self._columns(given_PD, rows_P, *rest), hidden_PD)
@@ -54,11 +56,14 @@ class ShardedLogprobs:
         return found
 
     def _columns(self, hidden_PD: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        """Return the columns that are computed from given hidden states of the P positions, inside the head's forward
+        pass."""
         found = self._logprobs({"hidden": hidden_PD}, *rest)
         return tuple(column_P.clone() for column_P in found)  # a view would lose torch's hooks if it were changed
 
     def _hidden(self, inputs: dict[str, Any]) -> Tensor:
-        """Run the model, and return the output of its trunk for every token, ``[M, D]``."""
+        """Run the model over ``inputs``, the keyword arguments of its forward pass, and return the output of its trunk
+        for every token, ``[M, D]``."""
         taken: list[Tensor] = []
         handle = self._trunk.register_forward_hook(lambda _module, _args, out: taken.append(out.last_hidden_state))
         try:
@@ -68,7 +73,8 @@ class ShardedLogprobs:
         return taken[0][0]
 
     def _inside_head(self, work: Callable[[Tensor], tuple[Tensor, ...]], hidden_PD: Tensor) -> tuple[Tensor, ...]:
-        """Run ``work`` as the forward pass of the head, so that torch gathers the head's parameters for it."""
+        """Run ``work`` on the hidden states as the forward pass of the head, so that torch gathers the head's
+        parameters for it, and return its result."""
         had = self._head.__dict__.get("forward")
         self._head.forward = work
         try:
@@ -84,6 +90,8 @@ class _HeadAlone:
     """The :class:`TrunkAndHead` of a model without its trunk, for use inside the head's forward pass."""
 
     def __init__(self, model: PreTrainedModel, head: nn.Module) -> None:
+        """Make a shallow copy of ``model`` in which ``head`` has no sharding hooks and the trunk returns given hidden
+        states."""
         trunk = model.get_submodule(trunk_name(model))
         self._given = GivenHidden(trunk)
         replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given}
@@ -91,11 +99,12 @@ class _HeadAlone:
         self._model = _bare(model, children)
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
+        """Return the hidden states that ``inputs`` contains: the trunk has already run."""
         hidden_PD: Tensor = inputs["hidden"]
         return hidden_PD
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Return the logits [C, V] that the model's own head computes from hidden states."""
+        """Return the logits ``[C, V]`` that the model's own head computes from hidden states."""
         self._given.hidden = hidden_CD[None]
         try:
             logits_CV: Tensor = self._model(input_ids=None, use_cache=False).logits[0]
@@ -108,6 +117,7 @@ class _HeadWithoutSharding(nn.Module):
     """The head's computation without the hooks of its sharding."""
 
     def __init__(self, head: nn.Module) -> None:
+        """Wrap ``head``, whose parameters stay those of the sharded model."""
         super().__init__()
         self._forward = head.forward
         self.__dict__["head"] = head  # not as a child: its parameters are those of the sharded model
@@ -130,7 +140,8 @@ def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
 
 
 def _bare(model: PreTrainedModel, children: dict[str, Any]) -> nn.Module:
-    """Return ``model`` with other children and without the hooks of its sharding."""
+    """Return a shallow copy of ``model`` with the modules ``children`` in place of its own, and without the hooks of
+    its sharding."""
     bare: nn.Module = object.__new__(own_class(model))
     bare.__dict__.update(model.__dict__)
     bare.__dict__.update({name: OrderedDict() for name in _HOOKS}, _modules=children)

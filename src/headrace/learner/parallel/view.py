@@ -30,7 +30,8 @@ class _ColumnParts:
     """For each rank, the indices in the micro-batch of the loss tokens whose logits it computes."""
 
     def join(self, column_P: Tensor) -> tuple[Index, Tensor]:
-        """Gather a column from all ranks; return the places of its entries in the micro-batch, and the entries."""
+        """Gather a column, of which this rank has ``column_P``, from all ranks of the group; return the indices of its
+        entries in the micro-batch, and the entries."""
         most = max(len(places) for places in self.places)
         padding = column_P.new_zeros(most - len(column_P), *column_P.shape[1:])
         joined = gather_shared(torch.cat([column_P, padding]), self.group)
@@ -43,7 +44,9 @@ class RankView:
     """The part of a micro-batch that one rank computes, and how it is turned into columns of the micro-batch."""
 
     micro: MicroBatch
+    """The whole micro-batch."""
     plan: Plan
+    """How attention is computed over the rows of this rank."""
     rows_R: Index
     """Index in the micro-batch of the token of each row; empty if a rank computes only because others do."""
     before_P: Index

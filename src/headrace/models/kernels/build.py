@@ -57,8 +57,10 @@ class Unavailable:
     """The reason why there are no compiled kernels; torch's own operations are used instead."""
 
     reason: str
+    """The reason in words."""
 
     def __str__(self) -> str:
+        """Return a warning for users: the reason, its cost, and the remedy."""
         remedy = f"{INSTALL}, and start again" if self.reason.startswith(NO_COMPILER) else "mend that, and start again"
         return f"the compiled kernels are missing ({self.reason}): sampling takes about twice as long; {remedy}"
 
@@ -68,7 +70,7 @@ class _CannotBuild(Exception):
 
 
 def kernel_cache() -> Path:
-    """Return the folder of the compiled kernels."""
+    """Return the folder of the user's cache in which the compiled kernels are kept."""
     return cache_root() / "kernels"
 
 
@@ -90,7 +92,8 @@ def open_library(
     *,
     wait_s: float = WAIT_S,
 ) -> ctypes.CDLL | Unavailable:
-    """Return the compiled kernels, from ``cache`` or built into it (a few seconds). Many processes may do so at once.
+    """Return the compiled kernels, from the folder ``cache`` or built into it (a few seconds); otherwise the reason why
+    there are none. Many processes may do so at once.
 
     ``target`` are the compiler options that select the processor. A process that finds another one compiling waits for
     it for at most ``wait_s`` seconds.
@@ -110,7 +113,8 @@ def open_library(
 
 
 def _ensure(command: Sequence[str], file: Path, wait_s: float) -> None:
-    """Build ``file`` unless it is there, while other processes wait up to ``wait_s`` seconds for it."""
+    """Build ``file`` by the compiler ``command`` unless it is there, while other processes wait up to ``wait_s``
+    seconds for it."""
     if _is_complete(file):
         return
     with _one_process(file, wait_s):
@@ -173,7 +177,7 @@ def _holders(directory: Path) -> list[int]:
 
 
 def _state(pid: int) -> str:
-    """Return the state of a process in the system's words."""
+    """Return the state of a process in the system's words, such as ``sleeping``."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -196,7 +200,8 @@ def _refuse_shared_directory(directory: Path) -> None:
 
 
 def _name(command: Sequence[str]) -> str:
-    """Return a file name that differs whenever the sources, the compiler's command or the processor differ."""
+    """Return the name of the library's file, without its ending, which differs whenever the sources, the compiler's
+    command or the processor differ."""
     known = hashlib.sha256()
     for source in _SOURCES.values():
         known.update(source)
@@ -222,8 +227,8 @@ def _is_complete(file: Path) -> bool:
 
 
 def _build(command: Sequence[str], file: Path) -> None:
-    """Compile the kernels into ``file``, with a digest of their bytes at its end. The file appears only when it is
-    complete."""
+    """Compile the kernels into ``file`` by the compiler ``command``, with a digest of their bytes at its end. The file
+    appears only when it is complete."""
     with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
         for name, source in _SOURCES.items():
             (Path(scratch) / name).write_bytes(source)
@@ -235,7 +240,8 @@ def _build(command: Sequence[str], file: Path) -> None:
 
 
 def _run(command: list[str], directory: str) -> None:
-    """Run the compiler. Raises :class:`_CannotBuild` with its first message if it fails."""
+    """Run the compiler ``command`` in ``directory``. Raises :class:`_CannotBuild` with its first message if it
+    fails."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     if done.returncode:
         said = (done.stderr.strip() or "nothing").splitlines()[0]

@@ -55,19 +55,23 @@ class ScratchBuffers:
         self._numbers = torch.empty(0)
 
     def of(self, count: int) -> Tensor:
-        """Return a tensor of at least ``count`` numbers with arbitrary values."""
+        """Return a tensor of at least ``count`` float32 numbers with arbitrary values, which the next call may
+        overwrite."""
         if len(self._numbers) < count:
             self._numbers = torch.empty(count)
         return self._numbers
 
 
 class FusedBlock(Fused):
-    """The parts of a decoder layer around its mixer, which has the products ``parts`` and leaves ``mixed`` numbers of
-    a token for the product ``out``."""
+    """The base class of the fused decoder layers: the parts of a layer around its mixer (attention or the gated delta
+    rule). ``mixer`` is the fused mixer, whose input products are among the kernel's arguments, and ``mixed`` is the
+    number of numbers for a token that it leaves for the output product. ``room`` is scratch memory."""
 
     def __init__(
         self, module: nn.Module, ops: Kernels, room: ScratchBuffers, mixer: FusedAttention | FusedDeltaNet, mixed: int
     ) -> None:
+        """Collect the products of the layer ``module``; ``mixer`` is its fused mixer, which leaves ``mixed`` numbers
+        for a token."""
         super().__init__(module, ops)
         self._room = room
         self._before, self._after, self._mlp = (getattr(module, name).__dict__["forward"] for name in _PARTS)
@@ -80,13 +84,15 @@ class FusedBlock(Fused):
         self._scratch = self._hidden + sum(part.linear.out_features for part in mixer.parts) + mixed + inner
 
     def tokens(self, x: Tensor, turn: RotaryArgs) -> tuple[DecoderTokens, Tensor]:
-        """Return the kernel's argument for the tokens ``x``, which are dense, and the memory of the result."""
+        """Return the kernel's argument for the tokens ``x``, which are dense, and the memory of the result. ``turn`` is
+        the rotation of the heads."""
         count = x.numel() // self._hidden
         y, scratch = torch.empty_like(x), self._room.of(count * self._scratch)
         return DecoderTokens(x.data_ptr(), y.data_ptr(), scratch.data_ptr(), turn, count, self._hidden), y
 
     def block(self, num_tokens: int) -> Block:
-        """Return the kernel's arguments for the parts around the mixer, with the present address of every weight."""
+        """Return the kernel's arguments for the parts around the mixer in a pass of ``num_tokens``, with the present
+        address of every weight."""
         block = Block(norm_args(self._before.norm), norm_args(self._after.norm))
         for name, product in self._products:
             point(getattr(block, name), product.weights(), num_tokens)
@@ -102,9 +108,12 @@ class FusedBlock(Fused):
 
 
 class FusedDecoder(FusedBlock):
-    """The forward of a decoder layer that attends as one kernel call."""
+    """The forward of a decoder layer that attends, as one kernel call for a pass over a paged cache; other passes call
+    the layer's modules."""
 
     def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
+        """Prepare the call for the decoder layer ``module``, whose modules are fused already; ``room`` is scratch
+        memory."""
         self._attention: FusedAttention = getattr(module, _ATTENTION).__dict__["forward"]
         self._heads, value_size = self._attention.sizes[0][0], self._attention.sizes[2][1]
         super().__init__(module, ops, room, self._attention, self._heads * value_size)
@@ -127,9 +136,12 @@ class FusedDecoder(FusedBlock):
 
 
 class FusedDeltaDecoder(FusedBlock):
-    """The forward of a decoder layer with the gated delta rule as one kernel call."""
+    """The forward of a decoder layer with the gated delta rule, as one kernel call for a pass in which all sequences
+    decode; other passes call the layer's modules."""
 
     def __init__(self, module: nn.Module, ops: Kernels, room: ScratchBuffers) -> None:
+        """Prepare the call for the decoder layer ``module``, whose modules are fused already; ``room`` is scratch
+        memory."""
         self._mixer: FusedDeltaNet = getattr(module, _DELTA).__dict__["forward"]
         _, heads, _, size = self._mixer.sizes
         super().__init__(module, ops, room, self._mixer, heads * size)
@@ -149,7 +161,8 @@ class FusedDeltaDecoder(FusedBlock):
 
 def fuse_mixers(model: nn.Module, ops: Kernels) -> tuple[dict[str, int], str]:
     """Replace the mixers with the gated delta rule of a model whose modules are fused, if it decodes to the same logits
-    up to rounding. Return the number of replaced mixers of each class, and the class of those that are not."""
+    up to rounding. Return the number of replaced mixers of each class, and the class of those that are not replaced
+    (empty if there are none)."""
     mixers = [module for module in model.modules() if fits_delta_net(module)]
     if not mixers:
         return {}, ""
@@ -192,7 +205,8 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
 
 
 def _kind_of(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None:
-    """Return the class that computes a layer as a whole; ``None`` for a module that is no plain decoder layer."""
+    """Return the class that computes the decoder layer ``module`` in one call; ``None`` for a module that is no plain
+    decoder layer of fused parts."""
     children = dict(module.named_children())
     kinds: dict[str, tuple[type[FusedDecoder | FusedDeltaDecoder], type[Fused]]] = {
         _ATTENTION: (FusedDecoder, FusedAttention),
@@ -208,7 +222,8 @@ def _kind_of(module: nn.Module) -> type[FusedDecoder | FusedDeltaDecoder] | None
 
 
 def _decoded(model: nn.Module, ops: Kernels) -> Tensor:
-    """Return the logits of a probe that fills a paged cache and then decodes over it."""
+    """Return the logits of a probe that fills a paged cache and then decodes over it, by the model's present modules.
+    Before and after a replacement they are compared."""
     cache = PagedCache(cache_shapes(model), 4, dtype=torch.float32, device="cpu")  # also layers that attend on torch
     shapes = state_shapes(model)
     pool = StatePool(shapes, 2, "cpu", ops) if shapes else None

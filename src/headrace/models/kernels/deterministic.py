@@ -70,13 +70,15 @@ class _Recomputed(torch.autograd.Function):
 def _recomputed(
     compiled: Callable[..., Tensors], plain: Callable[..., Tensors], inputs: Tensors, parameters: Tensors
 ) -> Tensors:
+    """Return ``compiled`` of the ``inputs``, whose gradients, and those of ``parameters``, are those of ``plain``: the
+    same formula in torch, which uses the parameters."""
     out: Tensors = _Recomputed.apply(compiled, plain, len(inputs), *inputs, *parameters)  # type: ignore[no-untyped-call]
     return out
 
 
 def invariant_log_softmax(logits_RV: Tensor) -> Tensor:
     """Return ``log softmax`` of each row of float32 logits, whose bits do not depend on the other rows, with gradients.
-    Entries of −∞ are left out. Needs :func:`kernels`.
+    Entries of −∞ are left out. It needs the compiled kernels.
 
     Both log π and log μ are computed with it, from logits that are divided by the temperature and −∞ outside a
     kept-set.
@@ -97,6 +99,7 @@ class InvariantPlan(PackedPlan):
         device: torch.device | str = "cpu",
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
+        """Lay out the sequences as :class:`PackedPlan` does, and as the rows of a cache that holds this pass alone."""
         super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
@@ -140,12 +143,15 @@ class InvariantPlan(PackedPlan):
 
 
 class _FusedForward:
-    """The forward of a fused module: the kernel if no gradients are needed, else the kernel with torch's backward."""
+    """The forward of a fused module of a deterministic model: the kernel if no gradients are needed, else the kernel
+    with torch's backward."""
 
     def __init__(self, fused: Fused) -> None:
+        """Wrap ``fused``, the module's forward on kernels."""
         self.fused = fused
 
     def __call__(self, x: Tensor) -> Tensor:
+        """Return the module's output for ``x``."""
         if not torch.is_grad_enabled():
             out: Tensor = self.fused.compute(x)
             return out
@@ -154,14 +160,17 @@ class _FusedForward:
 
 
 class _Attention:
-    """The forward of a fused attention module, with gradients."""
+    """The forward of a fused attention module of a deterministic model, with gradients."""
 
     def __init__(self, fused: FusedAttention) -> None:
+        """Wrap ``fused``, the attention module's forward on kernels."""
         self.fused = fused
 
     def __call__(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> tuple[Tensor, None]:
+        """Return the output of the attention block, as transformers' attention modules do; the plan is among the
+        keywords."""
         fused, turn = self.fused, position_embeddings
         if not torch.is_grad_enabled():
             return fused.compute(hidden_states, position_embeddings, **kwargs)
@@ -176,6 +185,7 @@ class _Attention:
         return out, None
 
     def _parameters(self) -> Tensors:
+        """Return the parameters that queries, keys and values depend on, which need gradients."""
         linears = [part.linear for part in self.fused.parts]
         linear = [tensor for part in linears for tensor in (part.weight, part.bias) if tensor is not None]
         return (*linear, *(norm[0] for norm in self.fused.norms if norm is not None))
@@ -194,16 +204,18 @@ class _Attention:
 
 
 class _InvariantProducts(TorchFunctionMode):
-    """A context in which ``F.linear`` is batch-invariant."""
+    """A context in which ``F.linear`` is batch-invariant, also where a module's own code calls it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute ``F.linear`` with the compiled kernel, and every other function of torch as usual. Torch calls it for
+        each function inside the context."""
         if func is not nn.functional.linear:
             return func(*args, **(kwargs or {}))
         return _linear(*args, **(kwargs or {}))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer with the compiled kernel forward and torch backward."""
+    """Compute a linear layer with the compiled kernel forward and torch backward, in place of ``F.linear``."""
     loaded = kernels()
     assert isinstance(loaded, Kernels)
 
@@ -219,9 +231,11 @@ class _InvariantForward:
     """The original forward of a router, or of experts, with batch-invariant matrix products."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Take the place of the forward of ``module``."""
         self.original = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the original forward with batch-invariant matrix products."""
         with _InvariantProducts():
             return self.original(*args, **kwargs)
 
@@ -295,6 +309,8 @@ def _same_both_ways(model: nn.Module) -> bool:
     shapes: dict[int, LayerShape] = {}
 
     class Watching(InvariantPlan):
+        """A plan that also records the shape of each layer's keys and values."""
+
         def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
             """Record the shape of the layer's keys and values, then attend."""
             shapes[rule.layer] = LayerShape(

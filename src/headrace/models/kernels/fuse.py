@@ -65,14 +65,17 @@ class FuseReport:
     """The reason why a module or class runs on torch, by its name. The key ``model`` stands for all modules."""
 
     def __str__(self) -> str:
+        """Return in words how many modules of each class run on kernels, and why the others do not."""
         done = ", ".join(f"{count} {name}" for name, count in self.swapped.items()) or "nothing"
         return "; ".join([f"compiled kernels run {done}", *(f"{name}: {why}" for name, why in self.kept.items())])
 
 
 class _ProbePlan(PackedPlan):
-    """The plan of the probe."""
+    """The plan of a forward pass over the probe: a few tokens in two sequences, the second at the end of the longest
+    context."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Lay out the probe for ``model``, whose longest context decides the position of the second sequence."""
         super().__init__(_PROBE)
         limit = context_limit(model.config)
         if limit is not None and limit.length > sum(_PROBE):
@@ -83,16 +86,20 @@ class _SampleRecorder(_ProbePlan):
     """The plan of the probe, which also records the attention inputs of every layer."""
 
     def __init__(self, model: nn.Module) -> None:
+        """Lay out the probe for ``model``, without any recorded call."""
         super().__init__(model)
         self.seen: dict[int, AttentionSample] = {}
+        """The recorded call of each layer, by the layer's index."""
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Record the layer's rule and its queries, keys and values, then attend."""
         self.seen[rule.layer] = AttentionSample(rule, (query_NHD, key_NKD, value_NKD))
         return super().attend(query_NHD, key_NKD, value_NKD, rule)
 
 
 def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: bool = True) -> FuseReport:
     """Replace every supported operation in a float32 model on a CPU in evaluation mode; the others run as before.
+    Return which were replaced. ``ops`` are the kernels; ``None``: those of this process.
 
     The model must be called with a plan (:func:`headrace.models.attention.forward`). With gradients enabled, the
     replaced modules compute as before. Without ``layers``, decoder layers are not replaced as a whole.
@@ -107,7 +114,8 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 
 
 def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
-    """Replace what can be replaced under the present parameters; ``kept`` gets the reasons for the rest."""
+    """Replace what can be replaced under the present parameters, and return the report; ``kept`` gets the reasons for
+    the rest, by the name of the module."""
     before_NV, seen = _watch(model)
     swapped: Counter[str] = Counter()
     for name, module in model.named_modules():
@@ -154,7 +162,8 @@ def telling_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _hides(parameter: Tensor) -> bool:
-    """Return whether a wrong kernel may be right with a parameter."""
+    """Return whether a wrong kernel may compute the same as a right one with this parameter: a vector, which may be all
+    0 or 1, or a matrix that is nearly 0."""
     if parameter.ndim < 2:
         return True
     least, most = parameter.aminmax()
@@ -162,6 +171,8 @@ def _hides(parameter: Tensor) -> bool:
 
 
 def _telling(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
+    """Return a parameter of the same shape that shows what is computed with it: the given one moved by random
+    numbers."""
     scale = _SHIFT if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
     moved = parameter + scale * torch.randn(parameter.shape, generator=generator)
     return nn.Parameter(moved, requires_grad=False)
@@ -182,7 +193,7 @@ def fits(model: nn.Module) -> bool:
 
 
 def _unfit(model: nn.Module) -> str | None:
-    """Return why the kernels cannot compute ``model``; ``None`` if they can."""
+    """Return why the kernels cannot compute ``model``, in words; ``None`` if they can."""
     strange = {str(p.dtype).removeprefix("torch.") for p in model.parameters() if p.dtype != torch.float32}
     places = {p.device.type for p in model.parameters()} - {"cpu"}
     if strange or places:
@@ -196,6 +207,7 @@ def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
     found: dict[int, AttentionSample] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Complete the recorded sample of the layer with this call of its attention module; a forward hook."""
         seen = plan.seen[module.layer_idx]  # type: ignore[index]
         seen.args, seen.kwargs, seen.output = args, kwargs, output
         found[id(module)] = seen
@@ -210,11 +222,13 @@ def _watch(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]:
 
 
 def _ids(model: nn.Module) -> Tensor:
+    """Return the token ids of the probe, which are all in the model's vocabulary."""
     return torch.arange(sum(_PROBE)) % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type, no-any-return]
 
 
 def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample]) -> Fused | None:
-    """Return a candidate that could replace a module; ``None`` for modules that no kernel computes."""
+    """Return a candidate that could replace a module; ``None`` for modules that no kernel computes. ``seen`` are the
+    recorded calls of attention modules, by the module's id."""
     if "forward" in module.__dict__:  # another library has replaced this forward
         return None
     if type(module) is nn.Linear:
@@ -228,7 +242,9 @@ def _offer(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample])
 
 
 def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
-    """Replace a module's forward if the kernels compute the same; otherwise return the reason why not."""
+    """Replace the forward of the module of ``fused`` by ``fused`` if both compute the same, and return ``None``;
+    otherwise return the reason why not. ``seen`` is the recorded call of an attention module; ``None`` for other
+    modules, which are compared on random rows."""
     module = fused.module
     try:
         if seen is not None and seen.kwargs is not None:
@@ -246,7 +262,8 @@ def _swap(fused: Fused, seen: AttentionSample | None) -> str | None:
 
 
 def _probe(fused: Fused) -> Tensor:
-    """Return rows of very different sizes, so that a wrong epsilon shows."""
+    """Return an input for the module of ``fused``: three rows of very different sizes, so that a wrong epsilon
+    shows."""
     inner = fused.parts[0].linear if isinstance(fused, FusedGated) else fused.module
     width = inner.in_features if isinstance(inner, nn.Linear) else inner.weight.numel()  # type: ignore[operator]
     rows = torch.randn(3, int(width), generator=torch.Generator().manual_seed(0))
@@ -254,9 +271,12 @@ def _probe(fused: Fused) -> Tensor:
 
 
 def _is_attention(module: nn.Module) -> bool:
+    """Return whether a module is an attention module that a kernel may compute: with the usual four projections and the
+    index of its layer."""
     named = _all_linear(module, "q_proj", "k_proj", "v_proj", "o_proj") and "forward" not in module.__dict__
     return named and isinstance(getattr(module, "layer_idx", None), int)
 
 
 def _all_linear(module: nn.Module, *names: str) -> bool:
+    """Return whether the children of these names are all plain linear layers."""
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)

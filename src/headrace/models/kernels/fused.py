@@ -23,25 +23,30 @@ TOLERANCE = 1e-4
 
 
 class Fused:
-    """A module's forward on kernels. If gradients are enabled, the module's own forward is used."""
+    """The base class of a module's forward on kernels, which takes the place of ``module.forward``. If gradients are
+    enabled, the module's own forward is used. ``ops`` are the kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        """Prepare to take the place of the forward of ``module``, which is not changed yet."""
         self.module, self.ops = module, ops
         self.inherited = "forward" not in module.__dict__
         """Whether the original forward is that of the module's class."""
         self.original = module.forward
+        """The forward that is replaced."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, by the original forward if gradients are enabled and by the kernels otherwise."""
         if torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         return self.compute(*args, **kwargs)
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the module's output, computed by the kernels; each subclass defines it."""
         raise NotImplementedError
 
 
 def restore(fused: Fused) -> None:
-    """Give a module the forward back that it had before."""
+    """Give the module of ``fused`` the forward back that it had before it was replaced."""
     if fused.inherited:
         del fused.module.forward
     else:
@@ -49,19 +54,21 @@ def restore(fused: Fused) -> None:
 
 
 class FusedLinear(Fused):
-    """The forward of a linear module."""
+    """The forward of a linear module on kernels."""
 
     def __init__(self, module: nn.Linear, ops: Kernels) -> None:
+        """Prepare the forward of a linear layer on the kernels ``ops``."""
         super().__init__(module, ops)
         self.product = product_of(module)
 
     def compute(self, input: Tensor) -> Tensor:
+        """Return the linear layer's output for ``input``, by the kernels."""
         return self.ops.linear(input, self.product.weights())
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """The parameters of a module's RMS normalisation."""
+    """The parameters of a module's RMS normalisation, ``x / rms(x) · (weight + plus)``."""
 
     module: nn.Module
     """The module that has the weight."""
@@ -71,37 +78,41 @@ class RmsNorm:
     """The constant that is added to the weight, 0 or 1."""
 
     def now(self) -> Norm:
-        """Return the kernel's arguments with the present weight."""
+        """Return the kernel's arguments for the normalisation, with the weight that the module has at present."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         return weight, self.eps, self.plus
 
 
 class FusedNorm(Fused):
-    """The forward of an RMSNorm module."""
+    """The forward of an RMSNorm module on kernels."""
 
     def __init__(self, module: nn.Module, ops: Kernels, how: RmsNorm) -> None:
+        """Prepare the forward of a normalisation on the kernels ``ops``; ``how`` are its parameters."""
         super().__init__(module, ops)
         self._how = how
 
     @property
     def norm(self) -> Norm:
-        """Return the kernel's arguments with the present weight."""
+        """Return the kernel's arguments for the normalisation, with the weight that the module has at present."""
         return self._how.now()
 
     def compute(self, hidden_states: Tensor) -> Tensor:
+        """Return the normalised hidden states, by the kernels."""
         return self.ops.rms_norm(hidden_states, *self.norm)
 
 
 class FusedGated(Fused):
-    """The forward of a gated feed-forward module."""
+    """The forward of a gated feed-forward module, whose layers are ``gate_proj``, ``up_proj`` and ``down_proj``."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        """Prepare the forward of a gated feed-forward module on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [
             product_of(getattr(module, name)) for name in ("gate_proj", "up_proj", "down_proj")
         ]
 
     def compute(self, x: Tensor) -> Tensor:
+        """Return ``down(silu(gate(x)) · up(x))``, by the kernels in one call."""
         return self.ops.gated(x, *(part.weights() for part in self.parts))
 
 
@@ -111,6 +122,8 @@ class FusedAttention(Fused):
     has a gate for each head, behind its query: the head's output is multiplied by the sigmoid of it."""
 
     def __init__(self, module: nn.Module, ops: Kernels, seen: AttentionSample) -> None:
+        """Prepare the forward from ``seen``, a recorded call of the module, which shows the sizes of its heads and its
+        rule."""
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in ("q_proj", "k_proj", "v_proj")]
         self.out: Product = product_of(module.o_proj)  # type: ignore[arg-type]
@@ -122,7 +135,7 @@ class FusedAttention(Fused):
 
     @property
     def rule(self) -> Rule:
-        """Return the parameters of the layer's attention, with the sinks of now."""
+        """Return the parameters of the layer's attention, with the present values of its sinks."""
         return replace(self._rule, sinks_H=self.module.get_parameter(self._sinks)) if self._sinks else self._rule
 
     @property
@@ -131,7 +144,8 @@ class FusedAttention(Fused):
         return [None if how is None else how.now() for how in self._norms]
 
     def qkv(self, x: Tensor, turn: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
-        """Return queries ``[N, H, E]``, keys and values, as a plan takes them, and the gates if there are any."""
+        """Return queries ``[N, H, E]``, keys and values of the hidden states ``x``, as a plan takes them, and the gates
+        if there are any. ``turn`` are the cosines and sines of the rotary embedding."""
         joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
         apart = joined.split([part.linear.out_features for part in self.parts], -1)
         heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(apart, self.sizes, strict=True)]
@@ -154,7 +168,8 @@ class FusedAttention(Fused):
 
 
 def rotate_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Return the rotation of the fused attention, computed in torch: ``x cos + (-second half, first half) sin``."""
+    """Return the heads ``x_NHE`` rotated by ``turn``, the cosines and sines of the rotary embedding, as the fused
+    attention does it but in torch: ``x cos + (-second half, first half) sin``."""
     cos, sin = (tensor[0][:, None] for tensor in turn)
     size = cos.shape[-1]
     turned, rest = x_NHE[..., :size], x_NHE[..., size:]
@@ -164,7 +179,7 @@ def rotate_halves(x_NHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
 
 @dataclass(slots=True)
 class AttentionSample:
-    """One recorded call of an attention module."""
+    """One recorded call of an attention module on the probe, with which its replacement is compared."""
 
     rule: Rule
     """The parameters of the layer's attention."""
@@ -187,7 +202,8 @@ class AttentionSample:
 
 
 def close(given: Tensor, wanted: Tensor) -> bool:
-    """Return whether two results are the same up to rounding."""
+    """Return whether two results are the same up to rounding: no number of ``given`` differs from that of ``wanted`` by
+    more than :data:`TOLERANCE` times the largest one."""
     return given.shape == wanted.shape and bool((given - wanted).abs().max() <= TOLERANCE * wanted.abs().max())
 
 

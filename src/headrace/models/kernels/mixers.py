@@ -34,6 +34,7 @@ class FusedDeltaNet(Fused):
     """The forward of a mixer with the gated delta rule, as Qwen3.5 has it."""
 
     def __init__(self, module: nn.Module, ops: Kernels) -> None:
+        """Prepare the forward of a mixer on the kernels ``ops``."""
         super().__init__(module, ops)
         self.parts: list[Product] = [product_of(getattr(module, name)) for name in PRODUCTS]
         self.out: Product = product_of(module.out_proj)  # type: ignore[arg-type]
@@ -60,9 +61,10 @@ class FusedDeltaNet(Fused):
         return torch.cat([decoded, rest], 1)
 
     def net(self, states: StatePass) -> DeltaNet:
-        """Return the kernel's arguments, with the present address of every weight, for the rows that decode."""
+        """Return the kernel's arguments for the rows that decode, whose states are in ``states``, with the present
+        address of every weight."""
         module: Any = self.module
-        windows, deltas, slots_R = states.decoding(self._layer)
+        windows, deltas, slots_R = states.decode_pools(self._layer)
         weight = module.conv1d.weight[:, 0]
         return DeltaNet(
             filter_args(weight, module.conv1d.bias, silu=True),
@@ -75,7 +77,8 @@ class FusedDeltaNet(Fused):
 
 @contextmanager
 def _later_tokens(products: Sequence[Product], count: int) -> Iterator[None]:
-    """Compute only the tokens after the first ``count`` with these products within this context."""
+    """Let the adapters of these products apply to the tokens after the first ``count`` inside the ``with`` block, which
+    computes those tokens alone."""
     before = [product.lora for product in products]
     try:
         for product, lora in zip(products, before, strict=True):
@@ -87,14 +90,15 @@ def _later_tokens(products: Sequence[Product], count: int) -> Iterator[None]:
 
 
 def decoding_states(plan: Any) -> StatePass | None:
-    """Return the states of a pass in which sequences decode; ``None`` for any other pass."""
+    """Return the recurrent states of a pass in which some sequences decode; ``None`` for any other pass. ``plan`` is
+    the pass's plan, or ``None``."""
     states = plan.states if isinstance(plan, PagedPlan) else None
     return states if states is not None and states.num_decode else None
 
 
 def fits_delta_net(module: nn.Module) -> bool:
-    """Return whether a module has the parts of the mixer. Whether it computes what the kernel computes is seen when it
-    decodes."""
+    """Return whether a module has the parts of a mixer that :class:`FusedDeltaNet` can replace. Whether it computes
+    what the kernel computes is seen when it decodes."""
     own = module.__dict__.get("forward")
     linear = all(type(getattr(module, name, None)) is nn.Linear for name in (*PRODUCTS, "out_proj"))
     if not linear or not isinstance(own, RecurrentForward):

@@ -3,7 +3,8 @@
 Each is batch-invariant: the result of one token does not depend on the other tokens of the call, nor on the number of
 threads.
 
-Shape legend: M tokens, K inputs, N outputs, E head size, H heads, V vocabulary.
+Shape legend: M tokens, K inputs, N outputs, G adapters, R rank of an adapter (in recurrent kernels: rows, the sequences
+with one token each), E head size, H heads, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,19 +28,25 @@ Norm = tuple[Tensor, float, float]
 
 
 class Input(ctypes.Structure):
-    """The input tokens of a call (linear.h)."""
+    """The input tokens of a call (``Input`` in linear.h): ``x`` is ``[M, K]``, its rows ``ldx`` numbers apart."""
 
     _fields_ = (("x", c_void_p), ("ldx", c_long), ("M", c_long), ("K", c_long))
 
 
 class LoraPart(ctypes.Structure):
-    """What adapters add to a product (linear.h)."""
+    """The part that LoRA adapters add to a matrix product (``Lora`` in linear.h).
+
+    ``a`` ``[G, K, R]`` and ``b`` ``[G, R, N]`` are the matrices of G adapters; ``of`` ``[M]`` is the number of each
+    token's adapter, −1 for none; ``h`` ``[M, R]`` is scratch memory, which the kernel provides. R is the rank, padded
+    to whole vectors of the processor.
+    """
 
     _fields_ = (("a", c_void_p), ("b", c_void_p), ("of", c_void_p), ("h", c_void_p), ("R", c_long))
 
 
 class ProductPart(ctypes.Structure):
-    """One of several products with the same input tokens (linear.h)."""
+    """One of several products ``y = x wᵀ + bias + add`` with the same input tokens x (``Part`` in linear.h). ``panels``
+    is the weight ``w`` packed for the kernel, or null; the rows of ``y`` lie ``ldy`` numbers apart."""
 
     _fields_ = (
         ("w", c_void_p),
@@ -54,25 +61,29 @@ class ProductPart(ctypes.Structure):
 
 
 class Weight(ctypes.Structure):
-    """A weight and the memory for its panels (kernels.cpp)."""
+    """A weight and the memory for its panels (``Weight`` in kernels.cpp): the addresses of ``w`` ``[N, K]`` and of
+    ``panels``, to which the packed weight is written."""
 
     _fields_ = (("w", c_void_p), ("panels", c_void_p), ("N", c_long), ("K", c_long))
 
 
 class NormOf(ctypes.Structure):
-    """The parameters of an RMS normalisation of rows (linear.h)."""
+    """The parameters of an RMS normalisation of rows, ``x / rms(x) · (w + plus)`` (``Norm`` in linear.h). ``eps`` is
+    added to the mean square; a null ``w`` stands for no normalisation."""
 
     _fields_ = (("w", c_void_p), ("eps", c_float), ("plus", c_float))
 
 
 class RotaryArgs(ctypes.Structure):
-    """The rotation of heads (linear.h)."""
+    """The rotation of heads (``Turn`` in linear.h): ``cos`` and ``sin`` are ``[M, size]``, and the first ``size``
+    numbers of each head become ``x cos + (-second half, first half) sin``."""
 
     _fields_ = (("cos", c_void_p), ("sin", c_void_p), ("size", c_long))
 
 
 class Block(ctypes.Structure):
-    """The parts that decoder layers have in common (kernels.cpp)."""
+    """The parts that decoder layers have in common (``Block`` in kernels.cpp): the norms ``before`` the mixer and
+    ``after`` it, the mixer's output product ``out``, and the products ``gate``, ``up`` and ``down`` of the MLP."""
 
     _fields_ = (
         *((name, NormOf) for name in ("before", "after")),
@@ -81,19 +92,29 @@ class Block(ctypes.Structure):
 
 
 class Decoder(ctypes.Structure):
-    """The parts of a decoder layer that attends (kernels.cpp)."""
+    """The parts of a decoder layer that attends (``Decoder`` in kernels.cpp): those around the mixer, the norms of
+    ``query`` and ``key``, the products of queries, keys and values, and whether each query is followed by a gate of its
+    head's output."""
 
     _fields_ = (("block", Block), ("query", NormOf), ("key", NormOf), ("parts", ProductPart * 3), ("gated", c_long))
 
 
 class FilterOf(ctypes.Structure):
-    """A convolution (recurrent.h)."""
+    """A causal convolution of ``C`` channels with ``W`` weights each (``Filter`` in recurrent.h): ``weight`` is ``[C,
+    W]``, ``bias`` is ``[C]`` or null, and ``silu`` says whether SiLU follows."""
 
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("C", c_long), ("W", c_long), ("silu", c_int))
 
 
 class DeltaNet(ctypes.Structure):
-    """The parts of a mixer with the gated delta rule between its products, and the states of its rows (recurrent.h)."""
+    """The parts of a mixer with the gated delta rule between its products, and the states of its rows (``DeltaNet`` in
+    recurrent.h).
+
+    ``filter`` is the convolution of queries, keys and values; ``rate`` and ``step`` ``[H]`` are the logarithms of A and
+    the biases of the step; ``norm`` is that of a head's output. ``windows`` and ``states`` are the pools of both
+    states, and ``of`` ``[R]`` is the slot of each row. There are R rows, G key heads of size K, and H value heads of
+    size V.
+    """
 
     _fields_ = (
         ("filter", FilterOf),
@@ -105,13 +126,15 @@ class DeltaNet(ctypes.Structure):
 
 
 class DeltaDecoder(ctypes.Structure):
-    """The parts of a decoder layer with the gated delta rule (kernels.cpp)."""
+    """The parts of a decoder layer with the gated delta rule (``DeltaDecoder`` in kernels.cpp): those around the mixer,
+    the mixer, and its four input products."""
 
     _fields_ = (("block", Block), ("net", DeltaNet), ("parts", ProductPart * 4))
 
 
 class DecoderTokens(ctypes.Structure):
-    """The tokens of a decoder layer (kernels.cpp)."""
+    """The tokens of a decoder layer's call (``Step`` in kernels.cpp): the addresses of the input ``x`` and the output
+    ``y``, ``[M, hidden]`` each, of scratch memory, and the rotation of their positions."""
 
     _fields_ = (
         ("x", c_void_p),
@@ -124,7 +147,8 @@ class DecoderTokens(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """The rows of a pass over a paged cache (paged.h)."""
+    """The rows of a pass over a paged cache (``Pass`` in paged.h): ``tables`` ``[R, width]`` holds the blocks of each
+    row, ``starts`` ``[R]`` its number of cached tokens, and ``counts`` ``[R]`` its number of new ones."""
 
     _fields_ = (
         ("tables", c_void_p),
@@ -136,13 +160,19 @@ class Pass(ctypes.Structure):
 
 
 class Tensor3(ctypes.Structure):
-    """A tensor ``[N, heads, size]`` whose last dimension is dense (paged.h)."""
+    """A tensor ``[N, heads, size]`` whose last dimension is dense (``Tensor3`` in paged.h): its address ``at``, and the
+    distances from one ``token``, and from one ``head``, to the next, in numbers."""
 
     _fields_ = (("at", c_void_p), ("token", c_long), ("head", c_long))
 
 
 class PagedLayer(ctypes.Structure):
-    """The pools of one layer, and its attention parameters (paged.h)."""
+    """The pools of one layer, and its attention parameters (``Layer`` in paged.h).
+
+    ``keys`` and ``values`` are the addresses of the pools, ``sinks`` ``[H]`` that of the sinks or null. There are H
+    query heads and K key-value heads; E and V are the sizes of a key and of a value. 0 in ``window``, ``chunk`` or
+    ``softcap`` means that there is none.
+    """
 
     _fields_ = (
         ("keys", c_void_p),
@@ -160,13 +190,14 @@ class PagedLayer(ctypes.Structure):
 
 
 class PoolSlots(ctypes.Structure):
-    """The slots of R sequences in a pool of states (recurrent.h)."""
+    """The slots of R sequences in a pool of states (``Slots`` in recurrent.h): ``of`` ``[R]`` is the slot of each
+    sequence."""
 
     _fields_ = (("pool", c_void_p), ("of", c_void_p), ("R", c_long))
 
 
 class HeadInputs(ctypes.Structure):
-    """A dense tensor ``[R, heads, size]`` (recurrent.h)."""
+    """A dense tensor ``[R, heads, size]`` (``Heads`` in recurrent.h), by its address ``at``."""
 
     _fields_ = (("at", c_void_p), ("heads", c_long), ("size", c_long))
 
@@ -196,9 +227,10 @@ _SIGNATURES = {
 
 
 class Kernels:
-    """The functions of a loaded library. They use as many threads as torch."""
+    """The functions of a loaded library of kernels, on tensors. They use as many threads as torch."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        """Declare the argument types of the functions in ``library``, the compiled kernels."""
         for name, signature in _SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = signature, None
@@ -212,12 +244,13 @@ class Kernels:
         self._scan, self._select = library.hr_scan, library.hr_select
 
     def panel_numbers(self, weight: Tensor) -> int:
-        """Return the number of elements in the panels of a weight, which are whole panels."""
+        """Return the number of elements that the panels of ``weight`` take: its rows are rounded up to whole panels."""
         rows, inputs = weight.shape
         return -(-rows // self._panel) * self._panel * inputs
 
     def pack(self, pairs: Sequence[tuple[Tensor, Tensor]], threads: int) -> None:
-        """Write the panels of the first tensor of each pair, a weight, into the second."""
+        """Write the panels of the first tensor of each pair, a weight, into the second, which has :meth:`panel_numbers`
+        elements."""
         weights = (Weight * len(pairs))(*(Weight(at(w), at(panels), *w.shape) for w, panels in pairs))
         self._pack(weights, len(pairs), threads)
 
@@ -278,8 +311,8 @@ class Kernels:
     def convolve(
         self, x_RC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
-        """Return the convolution of each row's window and its new input ``[R, C]``, and move the windows
-        ``[P, C, W - 1]`` on."""
+        """Return the convolution ``[R, C]`` of each row's window and its new input ``x_RC``, with SiLU if ``silu``, and
+        move the windows, which are in ``slots_R`` of the ``pool`` ``[P, C, W - 1]``, on by the new input."""
         weight, y = weight_CW.contiguous(), torch.empty(x_RC.shape)
         x = x_RC if x_RC.stride(1) == 1 else x_RC.contiguous()
         self._convolve(
@@ -289,8 +322,9 @@ class Kernels:
         return y
 
     def delta(self, inputs_R: Sequence[Tensor], *, normed: bool, pool: Tensor, slots_R: Tensor) -> Tensor:
-        """Return one token of the gated delta rule per row ``[R, H, V]``, from queries, keys, values, log decays and
-        rates, and update the states ``[P, H, K, V]``."""
+        """Return one token of the gated delta rule per row ``[R, H, V]``, and update the states in ``slots_R`` of the
+        ``pool`` ``[P, H, K, V]``. ``inputs_R`` are queries, keys, values, log decays and rates; with ``normed``,
+        queries and keys are normalised first."""
         dense = [each.contiguous() for each in inputs_R]
         decay, rate, y = dense[3], dense[4], torch.empty_like(dense[2])
         self._delta(
@@ -300,8 +334,8 @@ class Kernels:
         return y
 
     def delta_net(self, net: DeltaNet, rows_RN: Tensor) -> Tensor:
-        """Return what a mixer with the gated delta rule makes of the products of one token per row ``[R, H · V]``, and
-        update its states. The products are overwritten."""
+        """Return what a mixer with the gated delta rule makes of the products of one token per row, ``[R, H · V]``, and
+        update its states. ``rows_RN`` are the mixer's input products, side by side; they are overwritten."""
         y = torch.empty(rows_RN.shape[0], net.H * net.V)
         self._delta_net(net, rows_RN.data_ptr(), rows_RN.stride(0), at(y), torch.get_num_threads())
         return y
@@ -309,8 +343,9 @@ class Kernels:
     def scan(
         self, inputs_R: Sequence[Tensor], rate_H: Tensor, skip_H: Tensor | None, *, pool: Tensor, slots_R: Tensor
     ) -> Tensor:
-        """Return one token of the state space per row ``[R, H, E]``, from inputs, steps, B and C, and update the
-        states ``[P, H, E, S]``."""
+        """Return one token of Mamba-2's state space per row ``[R, H, E]``, and update the states in ``slots_R`` of the
+        ``pool`` ``[P, H, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_H`` is A of each head, and ``skip_H``
+        D, ``None`` for none."""
         x, step, *both = (each.contiguous() for each in inputs_R)
         y, rate, skip = torch.empty_like(x), rate_H.contiguous(), None if skip_H is None else skip_H.contiguous()
         self._scan(
@@ -320,8 +355,8 @@ class Kernels:
         return y
 
     def select(self, inputs_R: Sequence[Tensor], rate_ES: Tensor, *, pool: Tensor, slots_R: Tensor) -> Tensor:
-        """Return one token of the selective state space per row ``[R, E]``, from inputs, steps, B and C, and update the
-        states ``[P, E, S]``."""
+        """Return one token of Mamba's selective state space per row ``[R, E]``, and update the states in ``slots_R`` of
+        the ``pool`` ``[P, E, S]``. ``inputs_R`` are inputs, steps, B and C; ``rate_ES`` is A."""
         x, step, *both = (each.contiguous() for each in inputs_R)
         y, rate = torch.empty_like(x), rate_ES.contiguous()
         vectors = (HeadInputs * 2)(*(_heads(each[:, None]) for each in both))
@@ -332,26 +367,30 @@ class Kernels:
 
 
 def filter_args(weight_CW: Tensor, bias_C: Tensor | None, *, silu: bool) -> FilterOf:
-    """Return the kernel's argument for a convolution of at most :data:`WIDEST` weights for a channel."""
+    """Return the kernel's argument for a convolution of at most :data:`WIDEST` weights for a channel, followed by SiLU
+    if ``silu``."""
     return FilterOf(at(weight_CW), None if bias_C is None else at(bias_C), *weight_CW.shape, int(silu))
 
 
 def _slots(pool: Tensor, slots_R: Tensor) -> PoolSlots:
+    """Return the kernel's argument for the slots ``slots_R`` of R sequences in a pool of states."""
     return PoolSlots(at(pool), at(slots_R), len(slots_R))
 
 
 def _heads(tensor_RHE: Tensor) -> HeadInputs:
+    """Return the kernel's argument for a dense tensor of heads."""
     return HeadInputs(at(tensor_RHE), *tensor_RHE.shape[1:])
 
 
 def at(tensor: Tensor) -> int:
-    """Return the address of a dense tensor."""
+    """Return the memory address of a dense tensor, as the kernels take it."""
     assert tensor.is_contiguous()
     return tensor.data_ptr()
 
 
 def point(part: ProductPart, weights: PackedProduct, num_tokens: int) -> None:
-    """Set the weights of the argument of a product of ``num_tokens`` tokens to their present addresses."""
+    """Set the weights and adapters in ``part``, the argument of a product of ``num_tokens`` tokens, to their present
+    addresses. Raises ``ValueError`` if fewer tokens have an adapter number."""
     weight, bias, panels, lora = weights
     part.w, part.N, part.bias = at(weight), weight.shape[0], None if bias is None else at(bias)
     part.panels = None if panels is None else at(panels)
@@ -363,7 +402,8 @@ def point(part: ProductPart, weights: PackedProduct, num_tokens: int) -> None:
 
 
 def norm_args(norm: Norm | None) -> NormOf:
-    """Return the kernel's argument for a normalisation, with the weight's present address."""
+    """Return the kernel's argument for a normalisation, with the weight's present address; ``None`` becomes the
+    argument for no normalisation."""
     return NormOf() if norm is None else NormOf(at(norm[0]), norm[1], norm[2])
 
 
@@ -374,6 +414,7 @@ def rotary_args(turn: tuple[Tensor, Tensor]) -> RotaryArgs:
 
 
 def _input(x: Tensor) -> Input:
+    """Return the kernel's argument for a dense ``x``, whose last dimension is the inputs of a token."""
     size = x.shape[-1]
     return Input(x.data_ptr(), size, x.numel() // size, size)
 

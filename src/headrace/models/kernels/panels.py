@@ -35,12 +35,12 @@ class LowRank(NamedTuple):
     """The adapter of each token, from 0 to G - 1 as int32; -1 for none."""
 
     def after(self, count: int) -> LowRank:
-        """Return what is added to the tokens after the first ``count``."""
+        """Return what is added to the tokens of the pass after the first ``count``."""
         return self._replace(adapter_N=self.adapter_N[count:])
 
 
 class PackedProduct(NamedTuple):
-    """The tensors of one product, as kernels take them."""
+    """The tensors of one matrix product, ``x Wᵀ + bias`` and what adapters add, as kernels take them."""
 
     weight: Tensor
     """The weight, ``[N, K]``."""
@@ -61,22 +61,28 @@ class Packed:
     address: int
     """The address of the weight."""
     panels: Tensor
+    """The panels, which kernels read in place of the weight."""
     changes: int
     """The in-place version counter of the parameter when it was packed."""
 
 
 class Product:
-    """The weights of a linear module, with its panels, for kernels."""
+    """The weights of a linear module, with its panels and adapters, for kernels. The engine writes the panels of new
+    weights into one of the two slots, ``rooms``."""
 
     def __init__(self, linear: nn.Linear) -> None:
+        """Make the product of the layer ``linear``, without panels and adapters."""
         self.linear = linear
         self.rooms: list[Packed | None] = [None, None]
+        """The two slots of panels: those of the present weight, and of the one before or after it; ``None`` for
+        empty."""
         self.lora: LowRank | None = None
         """What adapters add to the passes of now."""
         self._parameters: dict[str, Any] = linear._parameters
 
     def weights(self) -> PackedProduct:
-        """Return the present weights, with panels if they are up to date."""
+        """Return the present weights as kernels take them, with panels if these belong to the present weight, and with
+        the adapters of the pass."""
         weight, bias = self._parameters["weight"], self._parameters["bias"]
         address = weight.data_ptr()
         for packed in self.rooms:
@@ -86,7 +92,7 @@ class Product:
 
 
 def product_of(linear: nn.Linear) -> Product:
-    """Return the product of a linear module; it is made at the first call."""
+    """Return the product of a linear module, by which kernels find its weights; it is made at the first call."""
     known: Product | None = linear.__dict__.get("product")
     if known is None:
         known = linear.__dict__["product"] = Product(linear)
@@ -94,5 +100,5 @@ def product_of(linear: nn.Linear) -> Product:
 
 
 def products_of(model: nn.Module) -> list[Product]:
-    """Return the products of all modules that run on kernels."""
+    """Return the products of all linear modules of ``model`` that run on kernels."""
     return [module.__dict__["product"] for module in model.modules() if "product" in module.__dict__]

@@ -34,6 +34,7 @@ def _triton(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
 
 
 def _reference(dtype: torch.dtype, device: torch.device) -> AttentionMaker | None:
+    """Return the attention in plain torch, which runs everywhere."""
     from headrace.models.paged.reference import ReferenceAttention
 
     return ReferenceAttention

@@ -52,11 +52,14 @@ class LayerShape:
 
 class PagedCache:
     """The memory pool of a key-value cache: for every layer keys ``[P, K, S, E]`` and values ``[P, K, S, E]``,
-    allocated at once. On a CPU the system provides a memory page when it is first written."""
+    allocated at once. The engine owns it, and decides which block belongs to which sequence. On a CPU the system
+    provides a memory page when it is first written."""
 
     def __init__(
         self, shapes: Sequence[LayerShape], num_blocks: int, *, dtype: torch.dtype, device: torch.device | str
     ) -> None:
+        """Allocate ``num_blocks`` blocks for each layer; ``shapes`` are the sizes of one token's keys and values, layer
+        by layer."""
         self.shapes = tuple(shapes)
         self.num_blocks = num_blocks
         self._dtype, self._device = dtype, device
@@ -85,7 +88,8 @@ class PagedCache:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy whole blocks: a fork gets its own copy of a block that is not full."""
+        """Copy the whole blocks with the numbers ``sources`` into those with the numbers ``targets``, in every layer: a
+        fork gets its own copy of a block that is not full."""
         for pair in self.layers:
             for pool in pair:
                 pool[list(targets)] = pool[list(sources)]
@@ -98,7 +102,8 @@ class PagedCache:
                 pool[list(blocks)] = 0
 
     def _pool(self, heads: int, size: int) -> Tensor:
-        """Allocate the blocks of one layer, with ``heads`` key-value heads of ``size`` numbers."""
+        """Return new memory for the keys or the values of one layer, with ``heads`` key-value heads of ``size``
+        numbers."""
         shape = (self.num_blocks, heads, BLOCK, size)
         if torch.device(self._device).type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
@@ -150,4 +155,6 @@ class PagedAttention(Protocol):
 class AttentionMaker(Protocol):
     """A function that makes the attention of one pass; the registry contains these."""
 
-    def __call__(self, geometry: Geometry, device: torch.device) -> PagedAttention: ...
+    def __call__(self, geometry: Geometry, device: torch.device) -> PagedAttention:
+        """Return the attention of a pass with this ``geometry`` on ``device``."""
+        ...

@@ -30,6 +30,7 @@ class CompiledAttention:
     """The attention of one pass on compiled kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, loaded: Kernels, geometry: Geometry, device: torch.device) -> None:
+        """Prepare the pass with this ``geometry`` for the kernels ``loaded``; ``device`` must be the CPU."""
         assert device.type == "cpu"
         self._loaded = loaded
         self._tables = np.ascontiguousarray(geometry.tables_RB, np.int32)
@@ -51,7 +52,9 @@ class CompiledAttention:
         return out
 
     def decode(self, step: DecoderTokens, decoder: Decoder, shape: PagedLayer) -> None:
-        """Compute a whole decoder layer, its attention included (kernels.cpp)."""
+        """Compute a whole decoder layer, its attention over the cache included, in one kernel call (kernels.cpp).
+        ``step`` has the tokens and the memory of the result, ``decoder`` the weights, and ``shape`` the layer's
+        pools."""
         self._loaded.decoder(step, decoder, self._pass, shape, torch.get_num_threads())
 
     def shape(self, heads: int, layer: tuple[Tensor, Tensor], rule: Rule) -> PagedLayer:

@@ -27,7 +27,7 @@ Pools = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _IndexedRows:
-    """Rows of similar lengths."""
+    """The indices that rows of similar lengths need in a pass, padded to the longest of them."""
 
     gather_BL: Tensor
     """The index in the pass of each new token; padding repeats the first of its row."""
@@ -42,9 +42,11 @@ class _IndexedRows:
 
 
 class IndexedPass:
-    """Sparse attention in one engine pass: an indexer chooses positions for each token, which attends to them alone."""
+    """Sparse attention in one engine pass: an indexer chooses positions for each token, which attends to them alone.
+    The plan of the pass makes one when a layer with an indexer calls it."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        """Prepare the pass with this ``geometry``: rows of similar length are grouped."""
         self._write = Writer(geometry, device)
         rows = np.arange(len(geometry.counts_R))
         decode, others = rows[: geometry.num_decode], rows[geometry.num_decode :]
@@ -63,7 +65,8 @@ class IndexedPass:
         self._place_N = torch.from_numpy(place_N).to(device)
 
     def choose(self, choose: Choose, inputs_N: tuple[Tensor, ...], pool_P1SE: Tensor) -> ChosenTokens:
-        """Write the indexer's keys of the pass, and let it choose among all positions of each row."""
+        """Write the keys that the indexer computes for the pass into its ``pool``, and return what it chooses among all
+        positions of each row. ``choose`` runs the indexer, whose inputs are ``inputs_N``."""
         pool_P1SE[self._write.blocks_N, :, self._write.places_N] = keys_of(choose, inputs_N)[:, None]
         masks = []
         for rows in self._buckets:
@@ -73,7 +76,8 @@ class IndexedPass:
         return ChosenTokens(tuple(masks))
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: Pools, rule: Rule) -> Tensor:
-        """Write keys and values, and attend to what is chosen: ``[N, H, E]``."""
+        """Write the keys and values of ``qkv`` into the ``layer``'s pools, and return the attention ``[N, H, E]`` of
+        its queries to the positions in ``rule.choice``."""
         assert rule.choice is not None
         self._write(qkv[1], qkv[2], layer)
         parts = []
@@ -87,13 +91,13 @@ class IndexedPass:
 
 
 def _keys_of_sequences(keys_BCE: Tensor, _: Tensor) -> Tensor:
-    """Return the keys of whole sequences instead of those of the pass."""
+    """Return the keys of whole sequences, instead of those of the pass that an indexer gives."""
     return keys_BCE
 
 
 def _rows_of(geometry: Geometry, members: Index, gather_BL: Index, device: torch.device) -> _IndexedRows:
-    """Return the indices that some rows of a pass need: their tokens, their blocks, and which positions each token may
-    see."""
+    """Return the indices that the rows ``members`` of a pass need: their tokens, which are ``gather_BL``, their blocks,
+    and which positions each token may see."""
     starts_B, counts_B = geometry.starts_R[members], geometry.counts_R[members]
     final_B = (starts_B + counts_B - 1) // BLOCK
     places_BM = np.minimum(np.arange(int(final_B.max()) + 1), final_B[:, None])

@@ -1,6 +1,7 @@
 """The plan of an engine pass over a paged cache, and the shapes that the cache of a model needs.
 
-Shape legend: N tokens of the pass, R rows, H query heads, K key-value heads, D and E head sizes.
+Shape legend: N tokens of the pass, R rows (sequences of the pass), H query heads, K key-value heads, E head size in a
+pass over the cache, D head size in a pass without one.
 """
 
 from __future__ import annotations
@@ -20,8 +21,11 @@ from headrace.models.recurrent.states import StatePass
 
 
 class PagedPlan:
-    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`), and over the states
-    of recurrent layers, if the model has any."""
+    """The plan of one engine pass over a paged cache (see :class:`headrace.models.attention.Plan`). The layers of a
+    model call it for attention, for attention to chosen tokens, and for recurrences over the states of sequences.
+
+    ``make`` returns the attention of the pass for its ``geometry``.
+    """
 
     def __init__(
         self,
@@ -31,6 +35,8 @@ class PagedPlan:
         device: torch.device,
         states: StatePass | None = None,
     ) -> None:
+        """Prepare the pass with this ``geometry`` over ``cache``. ``make`` returns its attention; ``states`` are the
+        states of recurrent layers, ``None`` for a model that only attends."""
         self._cache = cache
         self.states = states
         """The states of recurrent layers in this pass; ``None`` for a model that only attends."""
@@ -44,15 +50,23 @@ class PagedPlan:
         """The index in the pass of each row's last token, whose logits are needed."""
 
     def attend(self, query_NHE: Tensor, key_NKE: Tensor, value_NKE: Tensor, rule: Rule) -> Tensor:
-        by = self._attention if rule.choice is None or self._indexed is None else self._indexed
-        return by.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
+        """Write the keys and values of one layer into its pools, and return its attention ``[N, H, E]``. A rule with a
+        choice limits it to the tokens that :meth:`choose` has returned in this pass."""
+        attention = self._attention if rule.choice is None or self._indexed is None else self._indexed
+        return attention.attend((query_NHE, key_NKE, value_NKE), self._cache.layers[rule.layer], rule)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
+        """Write the keys of a layer's indexer into their pool, and return the tokens that it chooses for each token of
+        the pass."""
         if self._indexed is None:
             self._indexed = self._make_indexed()
-        return self._indexed.choose(choose, inputs_N, self._cache.layers[len(self._cache.layers) // 2 + layer][0])
+        # in a model with indexers the second half of the cache's layers holds their keys, see cache_shapes
+        index_keys, _ = self._cache.layers[len(self._cache.layers) // 2 + layer]
+        return self._indexed.choose(choose, inputs_N, index_keys)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
+        """Compute a recurrence over the tokens of the pass, update the states of their sequences, and return its
+        outputs ``[N, ...]``. ``key`` names the state."""
         assert self.states is not None, "a pass over a model with recurrent layers needs their states"
         return self.states.recur(key, recurrence, inputs_N)
 
@@ -71,14 +85,16 @@ _NO_CACHE = LayerShape(heads=0, key_size=0, value_size=0)
 
 
 class _ShapeRecorder(PackedPlan):
-    """A plan that records the shapes of each layer's keys and values."""
+    """A plan that records the shapes of each layer's keys and values in a short pass, for :func:`cache_shapes`."""
 
     def __init__(self, device: torch.device) -> None:
+        """Lay out one short sequence on ``device``."""
         super().__init__([NUM_TOKENS], device)
         self.shapes: dict[int, LayerShape] = {}
         self.indexers: dict[int, LayerShape] = {}
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
+        """Record the shape of the keys of the layer's indexer, then choose as :class:`PackedPlan` does."""
         size = keys_of(choose, inputs_N).shape[-1]
         self.indexers[layer] = LayerShape(heads=1, key_size=size, value_size=0)
         return super().choose(layer, choose, inputs_N)
@@ -94,8 +110,8 @@ class _ShapeRecorder(PackedPlan):
 @torch.inference_mode()
 def cache_shapes(model: PreTrainedModel) -> tuple[LayerShape, ...]:
     """Return the shape of every layer's keys and values, in the order of the layers, up to the last one that attends.
-    A layer that does not attend has none; that it may leave it out is checked at load (:mod:`headrace.models.check`).
-    If layers have indexers, as many shapes follow: those of each layer's indexer.
+    The shape of a layer that does not attend is empty: :mod:`headrace.models.check` checks at load that the cache may
+    leave the layer out. If the model has indexers, as many shapes follow: those of the keys of each layer's indexer.
     """
     watch = _ShapeRecorder(model.device)
     forward(model, torch.zeros(NUM_TOKENS, dtype=torch.long, device=model.device), watch)

@@ -26,6 +26,7 @@ class ReferenceAttention:
     """The attention of one pass in plain torch (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        """Prepare the pass with this ``geometry``: its decoding rows, and the others."""
         self._write = Writer(geometry, device)
         self._num_decode = split = geometry.num_decode
         self._decode = _Gathered(geometry, np.arange(split), device) if split else None
@@ -46,16 +47,20 @@ class ReferenceAttention:
 
 
 class Writer:
-    """A writer of the keys and values of a pass into their blocks."""
+    """A writer of the keys and values of a pass into their blocks, for the attention of any implementation."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        """Find the block and the place in it of each token of the pass with this ``geometry``."""
         positions_N = geometry.positions_N()
         rows_N = np.repeat(np.arange(len(geometry.counts_R)), geometry.counts_R)
         blocks_N = geometry.tables_RB[rows_N, positions_N // BLOCK].astype(np.int64)
         self.blocks_N = torch.from_numpy(blocks_N).to(device)
+        """The block of each token of the pass."""
         self.places_N = torch.from_numpy(positions_N % BLOCK).to(device)
+        """The index of each token in its block."""
 
     def __call__(self, key_NKE: Tensor, value_NKE: Tensor, layer: tuple[Tensor, Tensor]) -> None:
+        """Write the keys and values of the pass into the pools of a layer."""
         layer[0][self.blocks_N, :, self.places_N] = key_NKE
         layer[1][self.blocks_N, :, self.places_N] = value_NKE
 
@@ -64,6 +69,8 @@ class Prompts:
     """The attention of the rows after the decoding ones. Its tensors contain the tokens of those rows only."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        """Divide the rows after the decoding ones into those that start at position 0 and those with some context
+        before."""
         rows = np.arange(geometry.num_decode, len(geometry.counts_R))
         counts_R = geometry.counts_R
         begins_R = np.cumsum(counts_R) - counts_R - geometry.num_decode
@@ -86,7 +93,8 @@ class Prompts:
         self._place_F = torch.from_numpy(place_F).to(device)
 
     def attend(self, qkv_F: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Compute attention ``[F, H, E]``. The keys and values must already be in the blocks."""
+        """Compute attention ``[F, H, E]`` of the F tokens after the decoding ones. Their keys and values must already
+        be in the blocks of ``layer``."""
         if self._fresh is not None and not self._resumed:
             return self._fresh.attend(*qkv_F, rule)
         parts = []
@@ -110,10 +118,11 @@ class _VisibleContext:
 
 
 class _Gathered:
-    """The attention of rows over their gathered blocks, in one call. Padded queries repeat the last query of their
-    row."""
+    """The attention of the rows ``rows_R`` over their gathered blocks, in one call. Padded queries repeat the last
+    query of their row."""
 
     def __init__(self, geometry: Geometry, rows_R: Index, device: torch.device) -> None:
+        """Prepare the attention of the rows with the numbers ``rows_R`` in the pass with this ``geometry``."""
         self._tables_RB = geometry.tables_RB[rows_R]
         self._starts_R = geometry.starts_R[rows_R]
         self._last_R = self._starts_R + geometry.counts_R[rows_R] - 1
@@ -127,7 +136,8 @@ class _Gathered:
         filling it."""
 
     def attend(self, query_RQHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Compute attention ``[R, Q, H, E]``."""
+        """Return the attention ``[R, Q, H, E]`` of the rows' queries over the blocks of ``layer``, under the window,
+        chunks and soft cap of ``rule``."""
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         limits = window, rule.chunk or self._longest
         sight = self._visible_context(limits, query_RQHE.dtype)
@@ -145,7 +155,9 @@ class _Gathered:
         return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _gather(self, which: int, pool_PKSE: Tensor, sight: _VisibleContext, limits: tuple[int, int]) -> Tensor:
-        """Return the keys or values ``[R, K, C, E]`` in one copy, with the pool viewed as rows ``[P · K, S · E]``."""
+        """Return the keys (``which`` = 0) or values (1) ``[R, K, C, E]`` of the visible blocks in one copy, with the
+        pool viewed as rows ``[P · K, S · E]``. ``limits`` are the window and the size of the chunks, for which the
+        indices are cached."""
         num_heads, size = pool_PKSE.shape[1], pool_PKSE.shape[3]
         place = (*limits, num_heads)
         if place not in self._indices:
@@ -159,14 +171,16 @@ class _Gathered:
         return self._gathered[key].view(len(self._starts_R), num_heads, -1, size)
 
     def _visible_context(self, limits: tuple[int, int], dtype: torch.dtype) -> _VisibleContext:
-        """Return what is visible within a window and chunks of these sizes."""
+        """Return the part of the context that is visible under ``limits``, the window and the size of the chunks, with
+        a mask in ``dtype``; it is cached for later layers."""
         key = (*limits, dtype)
         if key not in self._visible_contexts:
             self._visible_contexts[key] = self._compute_visible_context(*limits, dtype)
         return self._visible_contexts[key]
 
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
-        """Return the blocks that hold the context of each row within a window, and the mask of their positions."""
+        """Return the blocks that hold the context of each row within a window and a chunk of these sizes, and the mask
+        of their positions."""
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)
@@ -185,14 +199,16 @@ class _Gathered:
 
 
 def _runs(begins_R: Index, counts_R: Index) -> Index:
-    """Return the consecutive numbers from each of ``begins_R`` on, as many as its count, concatenated."""
+    """Return the consecutive numbers from each of ``begins_R`` on, as many as its count in ``counts_R``,
+    concatenated."""
     ends_R = np.cumsum(counts_R)
     numbers: Index = np.arange(int(counts_R.sum())) + np.repeat(begins_R - (ends_R - counts_R), counts_R)
     return numbers
 
 
 def row_buckets(geometry: Geometry, rows: Index) -> Iterator[Index]:
-    """Yield groups of rows with similar numbers of queries and similar lengths."""
+    """Yield groups of those ``rows`` of a pass that have similar numbers of queries and similar lengths, so that little
+    of a padded group is padding."""
     for few in cut(geometry.counts_R[rows]):
         alike = rows[few]
         for chosen in cut(geometry.starts_R[alike] + geometry.counts_R[alike]):

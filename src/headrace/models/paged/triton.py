@@ -43,6 +43,8 @@ class TritonAttention:
     """The attention of one pass on Triton kernels (see :class:`headrace.models.paged.base.PagedAttention`)."""
 
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
+        """Prepare the pass with this ``geometry``: its decoding rows for the kernel, and the others as in
+        :mod:`.reference`."""
         split = geometry.num_decode
         self._writer = Writer(geometry, device)
         self._num_decode = split
@@ -52,6 +54,7 @@ class TritonAttention:
         self._prompts = Prompts(geometry, device) if len(geometry.counts_R) > split else None
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
+        """Write the new keys and values to the cache, and return the attention ``[N, H, E]`` of the pass."""
         with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, not on that of its arguments
             return self._attend(qkv, layer, rule)
 
@@ -81,8 +84,8 @@ class TritonAttention:
         )
 
     def _decode(self, query_DHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
-        """Attend with one query per row: each part of a row's context is computed by a program, then the parts are
-        joined."""
+        """Return the attention of the decoding rows, which have one query each: each share of a row's context is
+        computed by a program, then the shares are joined."""
         num_heads, size, value_size = layer[0].shape[1], query_DHE.shape[2], layer[1].shape[3]
         window = self._longest if rule.window is None else min(rule.window, self._longest)
         shares = max(1, min(PROGRAMS // (len(query_DHE) * num_heads), window // (2 * TILE)))
@@ -106,7 +109,8 @@ class TritonAttention:
 
 
 def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tensor:
-    """Combine the attention of each share, with the log-sum-exp of its scores, to attention over all shares."""
+    """Combine the attention of each share, ``[D, H, X, E]``, with the log-sum-exp of its scores, ``[D, H, X]``, to
+    attention over all shares, ``[D, H, E]``. ``sinks_H`` are the layer's sinks; ``None`` for none."""
     shares = sums_DHX.shape[2]
     if sinks_H is not None:
         sums_DHX = torch.cat([sums_DHX, sinks_H.float()[None, :, None].expand(len(sums_DHX), -1, 1)], dim=2)
@@ -116,7 +120,7 @@ def _join(parts_DHXE: Tensor, sums_DHX: Tensor, sinks_H: Tensor | None) -> Tenso
 
 
 def _power(size: int) -> int:
-    """Return the power of two to which a side of a tile is padded."""
+    """Return the power of two, at least :data:`LEAST`, to which a side of a tile is padded."""
     return max(LEAST, 1 << (size - 1).bit_length())
 
 

@@ -37,7 +37,9 @@ class StateShape:
 
 
 class Recurrence(Protocol):
-    """A recurrence with its weights, as one layer calls it in one pass. A state of zeros is that of no tokens."""
+    """A recurrence with its weights, as one layer calls it in one pass. A plan computes it within each sequence, from
+    the sequence's state, which is what the recurrence knows of the tokens so far. A state of zeros is that of no
+    tokens."""
 
     def shape(self, inputs_N: Tensors) -> StateShape:
         """Return the shape of the state, given the inputs of some tokens."""
@@ -58,7 +60,8 @@ class Recurrence(Protocol):
 
 
 def inside(lengths_B: Tensor, length: int) -> Tensor:
-    """Return which of the places of padded sequences hold a token: ``[B, L]``.
+    """Return which places of padded sequences, of the lengths ``lengths_B`` and padded to ``length``, hold a token:
+    ``[B, L]``.
 
     >>> inside(torch.tensor([1, 2]), 2).tolist()
     [[True, False], [True, True]]

@@ -22,6 +22,8 @@ class Convolution:
     is one tensor of C channels."""
 
     def __init__(self, weight_CW: Tensor, bias_C: Tensor | None, activation: str | None) -> None:
+        """Take the weights and the bias of the convolution, and the name by which transformers knows the ``activation``
+        that follows; ``None`` for none."""
         self._weight_CW = weight_CW
         self._bias_C = bias_C
         self._activation = activation
@@ -33,7 +35,8 @@ class Convolution:
         return StateShape(sizes=(channels, width - 1), dtype=inputs_N[0].dtype)
 
     def chunk(self, inputs_BL: Tensors, lengths_B: Tensor, state_B: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Convolve whole sequences. Return the outputs and the state after each sequence: its last inputs."""
+        """Convolve whole sequences that are padded to one length. Return the outputs ``[B, L, C]`` and the state after
+        each sequence: its last inputs."""
         now_BCL = inputs_BL[0].transpose(1, 2)
         width = self._weight_CW.shape[1]
         before_BCW = now_BCL.new_zeros(*now_BCL.shape[:2], width - 1) if state_B is None else state_B.to(now_BCL)
@@ -47,7 +50,8 @@ class Convolution:
         return self._activate(out_BCL).to(now_BCL.dtype).transpose(1, 2), after_BCW
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Convolve one new token of each row, and update the states in the pool in place."""
+        """Convolve one new token of each row, update the states in ``slots_R`` of the pool in place, and return the
+        outputs ``[R, C]``."""
         narrow = self._weight_CW.shape[1] <= WIDEST
         if ops is not None and narrow and self._activation in ("silu", "swish", None):
             silu = self._activation is not None

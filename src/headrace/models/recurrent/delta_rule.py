@@ -32,6 +32,8 @@ class DeltaRule:
     """
 
     def __init__(self, reference: Callable[..., Any], chunk_size: int, *, normed: bool) -> None:
+        """Take transformers' computation, ``reference``; ``normed`` says whether queries and keys are normalised to
+        length 1 first."""
         self._reference = reference
         self._chunk_size = chunk_size
         self._normed = normed
@@ -55,7 +57,8 @@ class DeltaRule:
         return out, after
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Apply the rule to one new token of each row, and update the states in the pool in place."""
+        """Apply the rule to one new token of each row, update the states in ``slots_R`` of the pool in place, and
+        return the outputs ``[R, H, V]``."""
         if ops is not None:
             return ops.delta(inputs_R, normed=self._normed, pool=pool_P, slots_R=slots_R)
         query, key, value, decay_RH, rate_RH = (tensor.float() for tensor in inputs_R)
@@ -72,7 +75,8 @@ class DeltaRule:
         return torch.matmul(query[:, :, None], state_RHKV)[:, :, 0].to(inputs_R[0].dtype)
 
     def _size_for(self, length: int) -> int:
-        """Return the size of the chunks: all of them are computed whole, so short sequences get small ones."""
+        """Return the size of the chunks for sequences of ``length`` tokens: all chunks are computed whole, so short
+        sequences get small ones."""
         size = self._chunk_size
         while size > _SMALLEST_CHUNK and size >= 2 * length:
             size //= 2
@@ -80,4 +84,5 @@ class DeltaRule:
 
 
 def _normed(vectors: Tensor) -> Tensor:
+    """Return the vectors divided by their Euclidean length."""
     return vectors * torch.rsqrt((vectors * vectors).sum(dim=-1, keepdim=True) + _EPSILON)

@@ -1,10 +1,10 @@
 """Let the mixers of a loaded model compute flattened tokens of many sequences.
 
-A mixer of transformers calls a few functions of its module that look at more than one token: a convolution, the scan
-of a state space, the delta rule. In a call with a plan it runs the same code with other functions under these names:
-they pass their arguments to the plan as a recurrence. The names are those of transformers' own exchange of kernels, so
-they are the same in all families. A mixer that looks at several tokens in any other way is found by
-:mod:`headrace.models.check`, which compares packed sequences with sequences alone.
+A mixer of transformers calls a few functions of its module that look at more than one token: a convolution, the scan of
+a state space, the delta rule. In a call with a plan it runs the same code with other functions under these names: they
+pass their arguments to the plan as a recurrence. The names are those by which transformers itself replaces these
+functions with kernels, so they are the same in all families. A mixer that looks at several tokens in any other way is
+found by :mod:`headrace.models.check`, which compares packed sequences with sequences alone.
 
 Shape legend: N tokens, C channels, H heads, W weights of a channel.
 """
@@ -37,15 +37,17 @@ Function = Callable[..., Any]
 
 
 class MixerCall:
-    """One call of a mixer in a pass: the plan, and the number of its recurrences so far."""
+    """One call of a mixer in a pass: the plan of the pass, and the number of the mixer's recurrences so far."""
 
     def __init__(self, plan: Any, layer: int) -> None:
+        """Begin a call of the mixer of ``layer`` in the pass of ``plan``."""
         self._plan = plan
         self._layer = layer
         self._count = 0
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the pass."""
+        """Let the plan compute a recurrence over the tokens of the pass, and return its outputs. The state is named by
+        the layer and by the number of recurrences before this one."""
         key = self._layer, self._count
         self._count += 1
         found: Tensor = self._plan.recur(key, recurrence, inputs_N)
@@ -53,13 +55,15 @@ class MixerCall:
 
 
 GIVEN: ContextVar[Any] = ContextVar("plan of the layer", default=None)
-"""The plan of the layer that is being computed, of which some layers do not tell their mixer."""
+"""The plan of the layer that is being computed; some layers do not pass it on to their mixer."""
 
 
 class RecurrentForward:
-    """The forward of a mixer: with the plan's recurrences in a call with a plan, else its own."""
+    """The forward of a mixer: in a call with a plan it computes the plan's recurrences, in any other call it is the
+    mixer's own."""
 
     def __init__(self, module: nn.Module) -> None:
+        """Prepare to take the place of the forward of ``module``, a mixer."""
         self.layer: int = module.layer_idx  # type: ignore[assignment]
         self._own = module.forward
         self._call: MixerCall | None = None
@@ -67,7 +71,8 @@ class RecurrentForward:
         self._packed = self._bind()
 
     def _bind(self) -> Function:
-        """Return the code of the module's forward, which hands its recurrences to :meth:`recur`."""
+        """Return the code of the module's own forward, changed so that it hands its recurrences to :meth:`recur` in
+        place of calling transformers' functions."""
         plain = inspect.unwrap(type(self._module).forward)
         replaced = {
             name: make(self.recur, inspect.unwrap(plain.__globals__[name]))
@@ -90,6 +95,8 @@ class RecurrentForward:
         return twin
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the mixer: packed sequences if the call, or its layer, has a plan, and as transformers does
+        otherwise."""
         plan = kwargs.get(PLAN, GIVEN.get())
         GIVEN.set(None)
         if plan is None:
@@ -101,14 +108,16 @@ class RecurrentForward:
             self._call = None
 
     def follow(self, layer: nn.Module) -> None:
-        """Take the plan from the arguments of ``layer``, of which the mixer is a part."""
+        """Take the plan from the arguments of ``layer``, of which the mixer is a part, before the layer runs: some
+        layers do not pass it on to their mixer."""
         layer.register_forward_pre_hook(self._take, with_kwargs=True)
 
     def _take(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the plan of the layer's call for its mixer; a hook that runs before the layer."""
         GIVEN.set(kwargs.get(PLAN))
 
     def recur(self, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the present call."""
+        """Compute a recurrence over the tokens of the present call, and return its outputs."""
         assert self._call is not None
         return self._call.recur(recurrence, inputs_N)
 
@@ -117,24 +126,29 @@ Recur = Callable[[Recurrence, Tensors], Tensor]
 
 
 def _convolve(recur: Recur, reference: Function) -> Function:
-    """Return a convolution in the signature of transformers' own, which takes the state of each sequence from
-    ``recur``."""
+    """Return a replacement for transformers' ``causal_conv1d_fn``, which keeps sequences apart: it hands its input to
+    ``recur``. The original function is not needed."""
 
     def convolve(
         hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs: Any
     ) -> Tensor:
+        """Convolve ``[1, C, N]``. Further arguments, such as the number of the sequence that each token belongs to, are
+        ignored: the plan knows the sequences."""
         return recur(Convolution(weight, bias, activation), (hidden_states[0].T,)).T[None]
 
     return convolve
 
 
 def _delta_rule(recur: Recur, reference: Function) -> Function:
-    """Return a function that replaces transformers' gated delta rule in a mixer: it hands the inputs to ``recur``."""
+    """Return a replacement for transformers' ``torch_chunk_gated_delta_rule``, which keeps sequences apart: it hands
+    its inputs to ``recur``. ``reference`` is the original function, which computes whole sequences of one length."""
 
     def delta_rule(
         query: Tensor, key: Tensor, value: Tensor, *, g: Tensor, beta: Tensor, chunk_size: int = 64,
         use_qk_l2norm_in_kernel: bool = False, **kwargs: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
+        """Compute the gated delta rule of ``[1, N, heads, size]``, by :class:`DeltaRule`; the second result is a state,
+        which the plan keeps."""
         rule = DeltaRule(reference, chunk_size, normed=use_qk_l2norm_in_kernel)
         return recur(rule, tuple(each[0] for each in (query, key, value, g, beta)))[None], None
 
@@ -142,7 +156,8 @@ def _delta_rule(recur: Recur, reference: Function) -> Function:
 
 
 def _scan(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for the scan function of a Mamba-2 layer, which keeps sequences apart."""
+    """Return a replacement for the scan function of a Mamba-2 layer, which keeps sequences apart: it hands its inputs
+    to ``recur``. ``reference`` is the original function."""
 
     def scan(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, chunk_size: int,
@@ -162,7 +177,8 @@ def _scan(recur: Recur, reference: Function) -> Function:
 
 
 def _select(recur: Recur, reference: Function) -> Function:
-    """Return a replacement for the scan function of a Mamba layer, which keeps sequences apart."""
+    """Return a replacement for the scan function of a Mamba layer, which keeps sequences apart. ``recur`` computes a
+    recurrence; the original function is not needed."""
 
     def select(
         hidden_states: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, D: Tensor | None = None,
@@ -211,14 +227,18 @@ class _PlanBridge:
     """Hooks that hand the plan of a call from a model to its trunk: some families' models drop further arguments."""
 
     def __init__(self, model: nn.Module, trunk: nn.Module) -> None:
+        """Add the hooks to ``model`` and to ``trunk``, the part of it that computes hidden states."""
         self._plan: Any = None
         model.register_forward_pre_hook(self._take, with_kwargs=True)
         trunk.register_forward_pre_hook(self._give, with_kwargs=True)
 
     def _take(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the plan of the model's call; a hook that runs before the model."""
         self._plan = kwargs.get(PLAN)
 
     def _give(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Add the plan to the keywords of the trunk's call if it lacks one; a hook that runs before the trunk. Return
+        the changed arguments; ``None`` leaves them as they are."""
         plan, self._plan = self._plan, None
         return None if plan is None or PLAN in kwargs else (args, {**kwargs, PLAN: plan})
 
@@ -252,8 +272,8 @@ def recurrent_layers(model: nn.Module) -> list[int]:
 
 
 def foreign_mixer(config: PreTrainedConfig) -> str:
-    """Return what computes the recurrent layers of a model of this configuration, if their state cannot be kept; empty
-    if it can, or if there are none. Imports the model's class, and loads no weights."""
+    """Return the name of what computes the recurrent layers of a model of this configuration, if their state cannot be
+    kept; empty if it can, or if there are none. It imports the model's class, and loads no weights."""
     if TYPES.isdisjoint(getattr(config, "layer_types", None) or []):
         return ""
     known = vars(importlib.import_module(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].__module__))
@@ -264,5 +284,6 @@ def foreign_mixer(config: PreTrainedConfig) -> str:
 
 
 def _names(forward: Function) -> tuple[str, ...]:
+    """Return the names of the functions and attributes that the code of a forward uses."""
     code = getattr(inspect.unwrap(forward), "__code__", None)
     return () if code is None else code.co_names

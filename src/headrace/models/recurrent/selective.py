@@ -26,6 +26,7 @@ class Selective:
     """
 
     def __init__(self, rate_ES: Tensor) -> None:
+        """Take A, ``[E, S]``, which is negative: its product with a step is the logarithm of a decay."""
         self._rate_ES = rate_ES
 
     def shape(self, inputs_N: Tensors) -> StateShape:
@@ -48,7 +49,8 @@ class Selective:
         return torch.stack(outputs, 1).to(inputs_BL[0].dtype), state_BES
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Apply the scan to one new token of each row, and update the states in the pool in place."""
+        """Apply the scan to one new token of each row, update the states in ``slots_R`` of the pool in place, and
+        return the outputs ``[R, E]``."""
         if ops is not None:
             return ops.select(inputs_R, self._rate_ES, pool=pool_P, slots_R=slots_R)
         x_RE, step_RE, into_RS, from_RS = (tensor.float() for tensor in inputs_R)

@@ -33,6 +33,8 @@ class StateSpace:
     def __init__(
         self, reference: Callable[..., Any], chunk_size: int, *, rate_H: Tensor, skip_H: Tensor | None
     ) -> None:
+        """Take A as ``rate_H`` and D as ``skip_H``, ``None`` for none; ``reference`` computes chunks of ``chunk_size``
+        tokens."""
         self._reference = reference
         self._chunk_size = chunk_size
         self._rate_H = rate_H
@@ -56,8 +58,8 @@ class StateSpace:
         return out, after
 
     def decode(self, inputs_R: Tensors, pool_P: Tensor, slots_R: Tensor, ops: Kernels | None = None) -> Tensor:
-        """Apply the state space to one new token of each row, and update the states in the pool in place. ``inputs_R``
-        are x, Δ, B and C of each row; ``slots_R`` are its slots in the pool."""
+        """Apply the state space to one new token of each row, update the states in the pool in place, and return the
+        outputs ``[R, H, E]``. ``inputs_R`` are x, Δ, B and C of each row; ``slots_R`` are its slots in the pool."""
         if ops is not None:
             return ops.scan(inputs_R, self._rate_H, self._skip_H, pool=pool_P, slots_R=slots_R)
         x_RHE, step_RH, into_RGS, from_RGS = (tensor.float() for tensor in inputs_R)

@@ -28,7 +28,8 @@ NUM_TOKENS = 2
 
 
 class StatePool:
-    """The states of ``num_slots`` sequences: zeros at first, and after :meth:`allocate`."""
+    """The states of ``num_slots`` sequences, for the recurrent layers of an engine's model: zeros at first, and after
+    :meth:`allocate`. The engine decides which slot belongs to which sequence."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class StatePool:
         device: torch.device | str,
         ops: Kernels | None = None,
     ) -> None:
+        """Allocate ``num_slots`` slots; ``shapes`` are the sizes of the states that a model keeps of one sequence."""
         self.shapes = dict(shapes)
         self.ops = ops
         """The compiled kernels that update the states of sequences that decode; ``None`` for torch."""
@@ -63,7 +65,8 @@ class StatePool:
 
     @torch.inference_mode()
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
-        """Copy slots; no target may be a source of the same call."""
+        """Copy the states in the slots ``sources`` into the slots ``targets``; no target may be a source of the same
+        call."""
         if not len(sources):
             return
         for pool in self.tensors.values():
@@ -80,7 +83,7 @@ class StatePool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _PaddedRows:
-    """Rows of similar numbers of tokens, padded on the right."""
+    """Rows of a pass with similar numbers of tokens, padded on the right to be computed in one call."""
 
     gather_BL: Tensor
     """The index of each token among those of the rows that do not decode; padding repeats the first of its row."""
@@ -97,6 +100,7 @@ class StatePass:
     """
 
     def __init__(self, pool: StatePool, slots_R: Index) -> None:
+        """Prepare a pass over ``pool`` whose row r has its states in slot ``slots_R[r]``; :meth:`begin` lays it out."""
         self._pool = pool
         self._slots_R = slots_R
         self.num_decode = 0
@@ -131,7 +135,8 @@ class StatePass:
             self._place_F = torch.from_numpy(place_F).to(device)
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the pass, and update the states: ``[N, ...]``."""
+        """Compute a recurrence over the tokens of the pass, update the states of their sequences, and return its
+        outputs ``[N, ...]``. ``key`` names the state."""
         parts = []
         if self._slots_D is not None:
             parts.append(self._decode(recurrence, inputs_N, self._pool.tensors[key], self._slots_D))
@@ -140,24 +145,26 @@ class StatePass:
             parts.append(self.recur_prompts(key, recurrence, inputs_F))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def decoding(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the pools of the two states of a layer, and the slots of the rows that decode, for a kernel that
-        computes a whole mixer and updates both."""
+    def decode_pools(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the pool of a layer's convolution, the pool of its recurrent state, and the slots ``[D]`` of the rows
+        that decode, for a kernel that computes a whole mixer and updates both states."""
         assert self._slots_D is not None
         return self._pool.tensors[layer, 0], self._pool.tensors[layer, 1], self._slots_D
 
     @property
     def prompts(self) -> PromptStates:
-        """The states of the rows that do not decode."""
+        """The states of the rows that do not decode, as the plan of a call over those rows alone."""
         return PromptStates(self)
 
     def recur_prompts(self, key: Key, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens of the rows that do not decode alone, and update their states."""
+        """Compute a recurrence over the F tokens of only those rows that do not decode, and update their states:
+        ``[F, ...]``."""
         pool = self._pool.tensors[key]
         found = torch.cat([self._chunk(bucket, pool, recurrence, inputs_F) for bucket in self._buckets])
         return found if self._place_F is None else found.index_select(0, self._place_F)
 
     def _decode(self, recurrence: Recurrence, inputs_N: Tensors, pool: Tensor, slots_D: Tensor) -> Tensor:
+        """Compute a recurrence over the one token of each row that decodes, and update the states: ``[D, ...]``."""
         inputs_D = tuple(each[: self.num_decode] for each in inputs_N)
         return recurrence.decode(inputs_D, pool, slots_D, self._pool.ops)
 
@@ -170,20 +177,24 @@ class StatePass:
 
 
 class PromptStates:
-    """The recurrences of those rows of a pass that do not decode, as the plan of a mixer's call over their tokens."""
+    """The recurrences of those rows of a pass that do not decode, in the place of a plan in a mixer's call over their
+    tokens alone."""
 
     def __init__(self, states: StatePass) -> None:
+        """Take the rows that do not decode from ``states``, the states of the whole pass."""
         self._states = states
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_F: Tensors) -> Tensor:
-        """Compute a recurrence over the tokens, and update the states."""
+        """Compute a recurrence over the F tokens of these rows, update their states, and return its outputs ``[F,
+        ...]``."""
         return self._states.recur_prompts(key, recurrence, inputs_F)
 
 
 class _StateRecorder(PackedPlan):
-    """A plan that records the shape of every state."""
+    """A plan that records the shape of every state in a short pass, for :func:`state_shapes`."""
 
     def __init__(self, device: torch.device) -> None:
+        """Lay out one short sequence on ``device``."""
         super().__init__([NUM_TOKENS], device)
         self.shapes: dict[Key, StateShape] = {}
         self.twice: set[int] = set()

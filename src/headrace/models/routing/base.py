@@ -18,7 +18,7 @@ from headrace.models.routing.formulas import KnownRouter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixtureLayer:
-    """One mixture-of-experts layer."""
+    """One mixture-of-experts layer of a model: where it is, and its router."""
 
     depth: int
     """The index of the decoder layer that contains it."""
@@ -31,7 +31,9 @@ class RoutedModel:
     """A model with mixture-of-experts layers. Layers without experts are not counted."""
 
     layers: tuple[MixtureLayer, ...]
+    """The mixture-of-experts layers, in the order of the model."""
     known: KnownRouter
+    """How the routers, which are all of one kind, weigh experts and return their choice."""
 
     @property
     def top_k(self) -> int:
@@ -54,7 +56,8 @@ class RoutedModel:
         return np.dtype(np.uint8 if self.num_experts <= 256 else np.uint16)
 
     def problem(self, experts_RLK: Experts) -> str:
-        """Return why the model cannot have chosen these experts, in words; empty if it can."""
+        """Return why the model cannot have chosen these recorded experts, in words: a wrong shape or dtype, an unknown
+        or repeated expert; empty if it can."""
         wanted = (self.num_layers, self.top_k)
         if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != wanted:
             return f"experts of shape {experts_RLK.shape} for {wanted[0]} layers of {wanted[1]} experts per token"

@@ -60,7 +60,8 @@ def is_router(module: nn.Module) -> bool:
 
 
 def _refuse(model: nn.Module, kinds: set[type[nn.Module]]) -> None:
-    """Refuse a mixture of experts that has parts of these ``kinds``, if there are any."""
+    """Raise :class:`~headrace.base.errors.ModelError` for a mixture of experts that has parts of these ``kinds``;
+    nothing is raised if there are none."""
     if kinds:
         raise ModelError(
             f"{type(model).__name__} is a mixture of experts ({', '.join(sorted(kind.__name__ for kind in kinds))}) "
@@ -75,7 +76,8 @@ def _kind(module: nn.Module) -> type[nn.Module]:
 
 
 def _place(model: nn.Module, name: str) -> list[str]:
-    """Return the path of the decoder layer of a router: ``model.layers.3`` for ``model.layers.3.mlp.gate``."""
+    """Return the path of the decoder layer that contains the router ``name``, part by part: that of ``model.layers.3``
+    for ``model.layers.3.mlp.gate``."""
     path = name.split(".")
     at = next(
         depth for depth in range(1, len(path)) if isinstance(model.get_submodule(".".join(path[:depth])), nn.ModuleList)
@@ -84,6 +86,7 @@ def _place(model: nn.Module, name: str) -> list[str]:
 
 
 def _sizes(router: Any, known: KnownRouter) -> tuple[int, int]:
-    """Return the experts per token and the experts of one router, as far as it tells."""
+    """Return the number of experts per token and of experts of one router, as far as it tells; otherwise those in
+    ``known``."""
     num_experts = next((len(each) for each in router.parameters() if each.ndim == 2), known.num_experts)
     return int(getattr(router, "top_k", known.top_k)), num_experts

@@ -33,6 +33,7 @@ _Scores = Callable[[Tensor, Tensor], Tensor]
 
 
 def _of_probabilities(given_NE: Tensor, experts_NK: Tensor) -> Tensor:
+    """Return the scores of the selected experts from a router that returns probabilities in the place of logits."""
     return given_NE.gather(1, experts_NK)
 
 
@@ -58,9 +59,11 @@ _PROBES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateFormula:
-    """A way to weigh experts."""
+    """A way in which routers weigh the experts that they choose: scores of the experts, perhaps divided by their sum,
+    perhaps multiplied by a scale."""
 
     scores: _Scores
+    """The function from logits to scores of the chosen experts."""
     single: bool
     """Whether scores are computed in float32 from logits of any dtype."""
     epsilon: float | str | None
@@ -70,8 +73,8 @@ class GateFormula:
     """The setting or parameter of the router by which they are multiplied at the end; ``None`` for none."""
 
     def __call__(self, router: Any, logits_NE: Tensor, experts_NK: Tensor) -> Tensor:
-        """Return the weights ``[N, K]`` that the router gives to ``experts_NK``, before they are cast to the dtype of
-        its own."""
+        """Return the weights ``[N, K]`` that ``router``, whose settings the formula reads, gives to ``experts_NK``,
+        before they are cast to the dtype of its own."""
         gates_NK = self.scores(logits_NE.float() if self.single else logits_NE, experts_NK)
         if self.epsilon is not None:
             total_N1 = gates_NK.sum(-1, keepdim=True)
@@ -87,24 +90,26 @@ class GateFormula:
 
 
 def _read_dense(output: tuple[Tensor, ...], top_k: int) -> Routed:
-    """Return what a router chose that returns weights of all experts and their logits. A chosen expert whose weight is
-    rounded to zero computes nothing, and may be read as any other."""
+    """Return what a router chose that returns weights of all experts and their logits: the logits, and the ``top_k``
+    greatest weights with their experts. A chosen expert whose weight is rounded to zero computes nothing, and may be
+    read as any other."""
     weights_NE, logits_NE = output
     gates_NK, experts_NK = weights_NE.topk(top_k, dim=1)
     return logits_NE, gates_NK, experts_NK
 
 
 def _written_dense(routed: Routed) -> Tensor:
-    """Return the weights of all experts, zero for those that were not chosen."""
+    """Return the weights of all experts, ``[N, E]``, zero for those that were not chosen, from what a router chose."""
     logits_NE, gates_NK, experts_NK = routed
     return torch.zeros_like(logits_NE).scatter(1, experts_NK, gates_NK.to(logits_NE.dtype))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownRouter:
-    """What is known of the routers of a model."""
+    """What is known of the routers of a model, which are all of one class: their sizes, and how they weigh experts."""
 
     gates: GateFormula
+    """The formula by which they weigh chosen experts."""
     top_k: int
     """The number of experts per token."""
     num_experts: int
@@ -118,11 +123,12 @@ class KnownRouter:
     otherwise they return logits, weights and indices."""
 
     def read(self, output: tuple[Tensor, ...]) -> Routed:
-        """Return what a router chose, from its output."""
+        """Return the logits, and the weights and indices of the chosen experts, from the output of a router."""
         return _read_dense(output, self.top_k) if self.dense else (output[0], output[1], output[2])
 
     def output_of(self, routed: Routed) -> tuple[Tensor, ...]:
-        """Return the output with which a router chooses so: the reverse of :meth:`read`."""
+        """Return the output that a router would return with the logits, weights and experts in ``routed``: the reverse
+        of :meth:`read`."""
         if not self.dense:
             return routed
         return _written_dense(routed), routed[0]
@@ -149,7 +155,7 @@ def find_router(kind: type[nn.Module], config: Any) -> KnownRouter | None:
 
 
 def _formulas(router: nn.Module) -> Iterator[GateFormula]:
-    """Return all formulas for which ``router`` has the settings."""
+    """Yield all formulas for which ``router`` has the settings, in the order in which they are tried."""
     epsilons = [each for each in (_LEAST, *_EPSILONS) if not isinstance(each, str) or hasattr(router, each)]
     scales = [each for each in _SCALES if each is None or hasattr(router, each)]
     for scores, single, epsilon, scale in itertools.product(_SCORES, (True, False), epsilons, scales):
@@ -158,20 +164,24 @@ def _formulas(router: nn.Module) -> Iterator[GateFormula]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Probe:
-    """What a router of random weights computes of random tokens."""
+    """The outputs of a router of random weights for random tokens, against which formulas are tried."""
 
     router: nn.Module
+    """The router."""
     logits_NE: Tensor
+    """Its scores of all experts before the softmax; probabilities from some routers."""
     gates_NK: Tensor
+    """The weights of the chosen experts."""
     experts_NK: Tensor
+    """The chosen experts."""
     dense: bool
     """As in :class:`KnownRouter`."""
 
     @staticmethod
     @torch.inference_mode()
     def of(kind: type[nn.Module], config: Any, dtype: torch.dtype) -> _Probe | None:
-        """Build a router and call it; ``None`` if it is built or called in another way than most, or does not return
-        logits, weights and experts."""
+        """Build a router of the class ``kind`` in this precision and call it; ``None`` if it is built or called in
+        another way than most, or does not return logits, weights and experts."""
         generator = torch.Generator().manual_seed(0)
         with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu"):
             try:
@@ -219,7 +229,8 @@ class _Probe:
         return torch.equal(found_NK.nan_to_num(-1.0), self.gates_NK.nan_to_num(-1.0))
 
     def chooses_by_logits(self, formula: GateFormula) -> bool:
-        """Return whether the experts are those of the greatest logits, for all tokens whose scores differ."""
+        """Return whether the router's chosen experts are those of the greatest logits, for all tokens whose scores by
+        ``formula`` differ."""
         scores_NE = formula.scores(
             self.logits_NE.float(), torch.arange(self.logits_NE.shape[1]).expand_as(self.logits_NE)
         )

@@ -3,7 +3,7 @@
     with replay(routing) ──▶ a context variable holds it ──▶ router's output changes
 
 A layer whose activations are computed again in the backward pass must route as it did, even if another pass, or none,
-is being replayed by then: its checkpoint carries :data:`NOW` (:mod:`headrace.models.again`).
+is being replayed by then: its checkpoint carries :data:`NOW` (:mod:`headrace.models.recompute`).
 
 Shape legend: N tokens of a pass, L mixture-of-experts layers, K experts per token and layer, R tokens whose routing is
 known.
@@ -23,14 +23,17 @@ from torch import Tensor, nn
 
 from headrace.base.errors import ModelError
 from headrace.base.types.recorded import Experts, Routing
-from headrace.models.again import ContextValues
+from headrace.models.recompute import ContextValues
 from headrace.models.routing.base import RoutedModel
 
 
 class RoutingPass:
-    """The routing of one pass, and its difference from what the routers would choose."""
+    """The routing of one forward pass, and its difference from what the routers would choose. A :class:`RoutingReplay`
+    makes it and yields it to the caller."""
 
     def __init__(self, routing: Routing, routed: RoutedModel, *, forced: bool, device: torch.device) -> None:
+        """Prepare to give ``routing``, the recorded experts of each token, to the routers; with ``forced`` false, only
+        to count where they would choose others."""
         self.routed = routed
         """The model of the replay that the pass belongs to."""
         small = np.uint8 if routing.experts_RLK.dtype == np.uint8 else np.int32
@@ -53,7 +56,7 @@ class RoutingPass:
 
     @property
     def num_layers(self) -> int:
-        """Return the number of layers that have routed so far."""
+        """Return the number of layers whose routers have run in this pass so far."""
         return len(self._differing)
 
     def route(self, index: int, router: nn.Module, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,6 +93,7 @@ class RoutingReplay:
     """
 
     def __init__(self, routed: RoutedModel) -> None:
+        """Add a hook to every router of the model; outside a replay the hooks change nothing."""
         self._routed = routed
         for index, layer in enumerate(routed.layers):
             layer.router.register_forward_hook(partial(self._route, index), prepend=True)
@@ -123,17 +127,21 @@ class RoutingReplay:
             )
 
     def _route(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the output of a router in the pass that is being replayed, changed to the recorded experts; unchanged
+        in any other pass. A forward hook of the router."""
         seen = NOW.get()
         return output if seen is None or seen.routed is not self._routed else seen.route(index, router, output)
 
 
 class RoutingRecorder:
-    """A recorder of the experts of the last forward pass, while :attr:`on`. Install it once per model.
+    """A recorder of the experts of the last forward pass, while :attr:`on`. Install it once per model; an engine does
+    so to send the experts of each token with the token.
 
     During a replay it records the replayed experts, which compute the tokens. It is not thread-safe.
     """
 
     def __init__(self, routed: RoutedModel) -> None:
+        """Add a hook to every router of the model; recording is off at first."""
         self._known, self.on = routed.known, False
         """Whether passes are recorded. When off, it costs one Python call per layer."""
         self._dtype = torch.uint8 if routed.dtype.itemsize == 1 else torch.uint16
@@ -159,10 +167,12 @@ class RoutingRecorder:
         return torch.stack(chosen, dim=1).to(self._dtype)
 
     def take(self) -> Experts:
-        """Return the result of :meth:`stacked` in host memory."""
+        """Return the experts ``[N, L, K]`` of the pass since the last call in host memory; see :meth:`stacked`."""
         experts_NLK: Experts = self.stacked().cpu().numpy()
         return experts_NLK
 
     def _note(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> None:
+        """Keep the experts that the router of layer ``index`` chose, while recording is on. A forward hook of the
+        router."""
         if self.on:
             self._chosen[index] = self._known.read(output)[2]

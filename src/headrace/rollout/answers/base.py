@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from headrace.engine.text import overlap
 
-THINK, THOUGHT = "<think>", "</think>"
+THINK, END_THINK = "<think>", "</think>"
 
 MAX_BEGINNING = 64
 """Number of characters up to which text that is held back is looked at again whenever some is added."""
@@ -16,9 +16,10 @@ MAX_BEGINNING = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedAnswer:
-    """The content of an answer and its calls of tools."""
+    """The content of an answer and its tool calls, as a :class:`Parser` has separated them."""
 
     content: str
+    """The text of the answer without its calls."""
     calls: tuple[tuple[str, str], ...] = ()
     """The name and the arguments (a JSON object as text) of each call."""
     problems: tuple[str, ...] = ()
@@ -26,22 +27,23 @@ class ParsedAnswer:
 
 
 class Parser(Protocol):
-    """A function that separates the content of an answer from the calls of tools in it. It never raises, whatever the
-    text is."""
+    """A function that separates the content of an answer from the tool calls in it. It never raises, whatever the text
+    is."""
 
     markers: tuple[str, ...]
     """The strings that mark calls. Decoding must keep them in the text, even if the tokenizer lists them as special
     tokens."""
 
     def __call__(self, text: str) -> ParsedAnswer:
-        """Return the content and the calls of a whole answer."""
+        """Return the content and the tool calls of ``text``, a whole answer."""
         ...
 
     def num_certain(self, text: str, *, begun: bool = False) -> int:
         """Return how many characters of ``text``, the beginning of an answer that is still being sampled, belong to the
         content however the answer goes on. They can be streamed to the client now; the rest may become a call.
 
-        With ``begun``, ``text`` is not the beginning: it follows content that earlier calls found certain."""
+        With ``begun``, ``text`` is not the beginning of the answer: it follows text that an earlier call of this method
+        has found to be content."""
         ...
 
 
@@ -51,17 +53,19 @@ class FramedParser(Parser, Protocol):
     frame."""
 
     frame: tuple[str, str]
-    """The texts before and after the JSON of a call; where they are empty, the answer is one call."""
+    """The texts before and after the JSON of a call; if both are empty, the whole answer is one call."""
 
 
 class ContentFilter:
-    """A filter of the content of one answer: it passes on what is certain, and holds back what may be a call.
+    """A filter of the content of one answer that is streamed to a client: it passes on text that is certainly content,
+    and holds back text that may be part of a tool call.
 
     Each character is looked at a bounded number of times, however long the answer is, so the time is linear in its
     length.
     """
 
     def __init__(self, parser: Parser) -> None:
+        """Begin an answer without text; ``parser`` says which text is certainly content."""
         self._parser = parser
         self._begun = False
         self._held: list[str] = []
@@ -70,7 +74,8 @@ class ContentFilter:
         """Number of held characters at which the parser looks at them again."""
 
     def push(self, text: str) -> str:
-        """Append text, and return the content that has become certain."""
+        """Append ``text``, newly sampled, and return the content that has become certain and was not returned
+        before."""
         self._held.append(text)
         self._num_held += len(text)
         if self._num_held < self._next_look:
@@ -86,8 +91,9 @@ class ContentFilter:
 
 
 def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
-    """Return the reasoning, and the content after it. Text that does not begin with a thought is content, unless the
-    prompt has ``opened`` a thought.
+    """Return the reasoning of an answer, and the content after it. Reasoning is a thought between ``<think>`` and
+    ``</think>`` at the beginning. Text that does not begin with a thought is content, unless the prompt has ``opened``
+    a thought.
 
     >>> split_reasoning("<think>2+2 is 4.</think>4"), split_reasoning("so be it</think>4", opened=True)
     (('2+2 is 4.', '4'), ('so be it', '4'))
@@ -96,7 +102,7 @@ def split_reasoning(text: str, *, opened: bool = False) -> tuple[str, str]:
     """
     if not (opened or text.lstrip().startswith(THINK)):
         return "", text
-    thought, _, content = text.partition(THOUGHT)
+    thought, _, content = text.partition(END_THINK)
     return thought.lstrip().removeprefix(THINK).strip("\n"), content.lstrip("\n")
 
 
@@ -112,21 +118,24 @@ class ReasoningFilter:
     """
 
     def __init__(self, *, opened: bool = False) -> None:
+        """Begin an answer without text; ``opened`` says that the prompt has opened a thought, so that the text begins
+        within it."""
         self._opened = opened
         self._held: list[str] | None = []
         """The text so far, until it is certain whether it begins with a thought; ``None`` afterwards."""
         self._first = ""
-        """The first characters that are no space, one more than a tag has."""
+        """The first characters of the text after leading white space, at most one more than the opening tag has."""
         self._in_thought = self._blank = True
-        """Whether the closing tag has not come; and whether there was nothing but empty lines, before the first text of
-        the thought and of the content."""
+        """Whether the closing tag has not arrived yet; and whether the part that arrives now, the thought or the
+        content, has had nothing but line ends so far."""
         self._num_lines = 0
         """Number of line ends that are held back: those at the end of the thought are not part of it."""
         self._tag = ""
-        """The text after them, which may begin the closing tag."""
+        """The end of the text so far, if it may be the beginning of the closing tag."""
 
     def push(self, text: str) -> tuple[str, str]:
-        """Append text, and return the reasoning and the content that have become certain."""
+        """Append ``text``, newly sampled, and return the reasoning and the content that have become certain and were
+        not returned before."""
         if self._held is not None:
             self._held.append(text)
             self._first = (self._first + text).lstrip()[: len(THINK) + 1]
@@ -140,7 +149,7 @@ class ReasoningFilter:
                 text = text.lstrip().removeprefix(THINK)
         reasoning = ""
         if self._in_thought:
-            thought, tag, text = (self._tag + text).partition(THOUGHT)
+            thought, tag, text = (self._tag + text).partition(END_THINK)
             reasoning = self._reasoning(thought, ended=bool(tag))
             if not tag:
                 return reasoning, ""
@@ -151,9 +160,10 @@ class ReasoningFilter:
         return reasoning, text
 
     def _reasoning(self, thought: str, *, ended: bool) -> str:
-        """Return the certain part of what is added to the thought, and hold back the rest of it."""
+        """Return the certain part of ``thought``, which is added to the reasoning, and hold back the rest of it: line
+        ends, and what may be the beginning of the closing tag. ``ended`` says that the closing tag follows."""
         if not ended:
-            length = len(thought) - overlap(thought, THOUGHT)
+            length = len(thought) - overlap(thought, END_THINK)
             thought, self._tag = thought[:length], thought[length:]
         if self._blank:
             thought = thought.lstrip("\n")

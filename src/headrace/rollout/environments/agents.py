@@ -45,6 +45,7 @@ class TrainedAgent(AgentSection):
     """Selects the policy under training."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
+        """Return ``None``: the policy under training answers."""
         return None
 
     def __str__(self) -> str:
@@ -58,6 +59,7 @@ class FrozenAgent(AgentSection):
     """Selects the weights that the run begins with."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
+        """Return the settings of the policy's model as the run begins with it."""
         return model.of_policy()
 
     def __str__(self) -> str:
@@ -73,6 +75,7 @@ class AdapterAgent(AgentSection):
     """The directory of the adapter, as peft or a run with ``model.lora`` has written it."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
+        """Return the settings of the trained model with this agent's adapter in place of its own."""
         from headrace.models.lora import config_of
 
         return model.model_copy(update={"lora": config_of(Path(self.path))})
@@ -90,6 +93,7 @@ class ModelAgent(AgentSection):
     """The directory of the model, such as a snapshot of another run."""
 
     def model_of(self, model: ModelConfig) -> ModelConfig | None:
+        """Return the settings of the trained model with this agent's directory and no adapter."""
         return model.model_copy(update={"path": self.path, "lora": None})
 
     def __str__(self) -> str:

@@ -17,7 +17,7 @@ AS_THE_RUN = ChatOptions()
 
 
 class Answering(Protocol):
-    """An object that answers in an episode."""
+    """An object that answers in an episode; what user code needs of an episode."""
 
     seed: int
     """A seed for the environment's own draws, fixed by the run's seed and the episode's key."""
@@ -54,9 +54,11 @@ content of the whole message; calls of tools come only with the whole message.""
 
 
 class OpenEpisode(Answering, Protocol):
-    """An episode in progress: it answers, and records what was sampled."""
+    """An episode in progress: it answers, and records what was sampled. The controller gives it to
+    :meth:`Environment.run`."""
 
     key: EpisodeKey
+    """The group and the number of the episode."""
 
     async def reply(
         self,
@@ -83,7 +85,7 @@ class OpenEpisode(Answering, Protocol):
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of an attempt."""
+    """The outcome of an attempt at a task, as its environment returns it."""
 
     reward: float | None = None
     """The reward; ``None``: the run's reward function decides."""
@@ -102,7 +104,8 @@ class Environment(Protocol):
     """Whether an episode begins with the prompt of its task and nothing else."""
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
-        """Attempt a task. An exception fails this episode only."""
+        """Attempt ``task``, in which ``episode`` gives the model's answers, and return the outcome. An exception fails
+        this episode only."""
         ...
 
 
@@ -112,5 +115,6 @@ class SingleTurn:
     asks_prompt = True
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
+        """Sample one answer to the prompt of ``task``; the run's reward function decides about its reward."""
         await episode.sample(task.prompt_ids_T)
         return AttemptOutcome()

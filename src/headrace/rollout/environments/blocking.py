@@ -40,7 +40,8 @@ def blocking_calls(tree: ast.Module, name: str = "") -> list[tuple[int, str, str
 
 
 def _mentioned(tree: ast.Module, name: str) -> list[ast.stmt]:
-    """Return the functions and classes of a file that ``name`` reaches."""
+    """Return the functions and classes at the top level of a file that ``name`` reaches: the definition of that name,
+    those that it mentions, and so on."""
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     defined = {node.name: node for node in tree.body if isinstance(node, kinds)}
     found: dict[str, ast.stmt] = {}
@@ -54,7 +55,7 @@ def _mentioned(tree: ast.Module, name: str) -> list[ast.stmt]:
 
 
 def _imported(tree: ast.Module) -> dict[str, str]:
-    """Return the full name behind each imported name."""
+    """Return the full dotted name behind each name that the imports of a file bind."""
     names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -65,7 +66,8 @@ def _imported(tree: ast.Module) -> dict[str, str]:
 
 
 def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
-    """Yield the calls that run in the event loop, without those in nested functions."""
+    """Yield the calls in the body of an ``async`` function that run in the event loop: without those in nested
+    functions."""
     pending: list[ast.AST] = [*function.body]
     while pending:
         node = pending.pop()
@@ -77,8 +79,8 @@ def _own_calls(function: ast.AsyncFunctionDef) -> Iterator[ast.Call]:
 
 
 def _resolved(called: ast.expr, names: dict[str, str]) -> str:
-    """Return the dotted name of a called function, with names resolved by the imports of its file; an empty string if
-    it is no such name."""
+    """Return the dotted name of a called function, whose first part is replaced by its full name in ``names``, the
+    imports of its file; an empty string if it is no such name."""
     parts: list[str] = []
     while isinstance(called, ast.Attribute):
         parts.append(called.attr)

@@ -139,7 +139,8 @@ class EnvConfig(Section):
 
     @property
     def components(self) -> tuple[AnyReward, ...]:
-        """The components of the reward: ``rewards``, or the function alone."""
+        """The components of the reward: ``rewards``, or ``reward`` as the only one; empty if there is no reward
+        function."""
         if self.rewards or not self.reward:
             return self.rewards
         return (
@@ -154,7 +155,7 @@ class EnvConfig(Section):
 
     @model_validator(mode="after")
     def _programs_can_reach_it(self) -> Self:
-        """Refuse settings of an endpoint where no program reaches an episode."""
+        """Refuse an address or a certificate of the HTTP endpoint for a kind of environment that has none."""
         refuse_incomplete_tls("env", self.tls_certificate, self.tls_key)
         given = [name for name in ("host", "tls_certificate") if self.model_dump(include={name})[name]]
         if given and not self.has_endpoint:
@@ -203,7 +204,7 @@ class EnvConfig(Section):
 
     @property
     def argv(self) -> tuple[str, ...]:
-        """``command`` as a list of arguments."""
+        """``command`` as a list of arguments. Raises ``ValueError`` for text that a shell could not split."""
         return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command
 
     def _refuse_no_program(self) -> None:
@@ -226,7 +227,7 @@ class EnvConfig(Section):
 
     @property
     def remote(self) -> bool:
-        """Whether episodes run in worker processes."""
+        """Whether episodes run in worker processes; the built-in single turn runs in the controller."""
         return self.kind != "single_turn"
 
     @property

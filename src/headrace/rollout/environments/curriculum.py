@@ -6,8 +6,8 @@
 
 A choice is a function of the seed, the number of the group, the rows chosen before it, and the outcomes of the groups
 that were admitted under *older policy versions* than the one that is committed now. The outcomes of the other groups
-are kept until a later version is committed. So a synchronous run, and any run
-with the same interleaving, chooses the same rows however long each answer took, also after a crash.
+are kept until a later version is committed. So a synchronous run, and any run with the same interleaving, chooses the
+same rows however long each answer took, also after a crash.
 
 Shape legend: R rows of the dataset.
 """
@@ -68,10 +68,12 @@ class CurriculumConfig(Section):
 
 
 class GroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of one group."""
+    """The outcome of one group of episodes, which attempted one row."""
 
     number: int
+    """The number of the group."""
     row: int
+    """The row that it attempted."""
     version: int
     """The version that was committed when the group was admitted."""
     solved: float
@@ -91,24 +93,25 @@ class RowRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CurriculumState(msgspec.Struct, frozen=True, kw_only=True):
-    """The state of a curriculum, for a snapshot."""
+    """The state of a curriculum, which a snapshot of the run contains."""
 
     rows: tuple[RowRecord, ...] = ()
+    """The rows that were chosen before."""
     waiting: tuple[GroupOutcome, ...] = ()
-    """Outcomes that have not been used yet."""
+    """Outcomes that are not used yet, because no later version was committed since their groups were admitted."""
     next_number: int = 0
-    """The first group for which no row was chosen."""
+    """The number of the next group, which is the first for which no row was chosen yet."""
     open: tuple[int, ...] = ()
-    """Earlier groups whose outcome is unknown."""
+    """The numbers of earlier groups that have no outcome yet and were not dropped."""
 
     @property
     def first_unknown(self) -> int:
-        """The first group whose outcome is unknown."""
+        """The first group without a known outcome: :meth:`Curriculum.restore` needs the groups from this one on."""
         return min(self.open, default=self.next_number)
 
 
 class Attempted(Protocol):
-    """The record of a group that attempted a row."""
+    """The record of a group that attempted a row; the ledger's record of a group is one."""
 
     @property
     def number(self) -> int:
@@ -127,21 +130,24 @@ class Attempted(Protocol):
 
     @property
     def closed(self) -> bool:
-        """Whether it has an outcome or was dropped."""
+        """Whether the group has an outcome or was dropped, so that nothing more will become known of it."""
         ...
 
     @property
     def rewards(self) -> Sequence[float]:
-        """The rewards of its scored episodes."""
+        """The rewards of the scored episodes of the group; empty if it was dropped."""
         ...
 
 
 class Curriculum:
-    """A chooser of rows. ``epochs`` limits the number of groups, in passes over the dataset; ``None``: no limit."""
+    """A chooser of rows, which the run asks for the row of each new group. ``epochs`` limits the number of groups, in
+    passes over the dataset; ``None``: no limit. ``shuffle`` says whether unseen rows come in random order."""
 
     def __init__(
         self, config: CurriculumConfig, *, num_rows: int, seed: int, shuffle: bool = True, epochs: int | None = None
     ) -> None:
+        """Begin with ``num_rows`` unseen rows, in an order that follows from ``seed``, or in their own order without
+        ``shuffle``."""
         self._config = config
         self._seed = seed
         self._limit = None if epochs is None else epochs * num_rows
@@ -182,7 +188,7 @@ class Curriculum:
             self._waiting.append(GroupOutcome(number=number, row=row, version=version, solved=solved))
 
     def pools(self) -> dict[str, int]:
-        """Return the number of rows in each pool."""
+        """Return the number of rows in each pool, by its name: unseen, hard, target, easy."""
         counts = np.bincount(self._pool_R, minlength=4).tolist()
         return dict(zip(("unseen", "hard", "target", "easy"), counts, strict=True))
 
@@ -199,7 +205,8 @@ class Curriculum:
         )
 
     def restore(self, state: CurriculumState, since: Iterable[Attempted]) -> None:
-        """Continue from ``state``. ``since`` are the groups from ``state.first_unknown`` on."""
+        """Continue from ``state``, the state at a snapshot. ``since`` holds the groups from ``state.first_unknown`` on,
+        in the order of their numbers."""
         num_rows = len(self._last_R)
         for record in state.rows:
             if record.row < num_rows:
@@ -221,7 +228,8 @@ class Curriculum:
         self._next_number = number + 1
 
     def _use_outcomes(self, version: int) -> None:
-        """Use the outcomes of groups of older versions, in the order of their numbers."""
+        """Update solve rates, pools and rests with the outcomes of groups that were admitted under versions before
+        ``version``, in the order of the groups' numbers. The other outcomes keep waiting."""
         known = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
         if not known:
             return
@@ -247,7 +255,8 @@ class Curriculum:
             self._pool_R[row] = _TARGET
 
     def _candidates_R(self, number: int) -> Bools:
-        """Return the rows of a pool that is drawn by the weight of its rows; if all rows rest, those that wake
+        """Return the rows from which that of group ``number`` is chosen, ``[R]`` bool: the rows that do not rest of one
+        pool, which is drawn by the weight of its rows. If all rows rest, they are those that may be chosen again
         first."""
         free_R = self._wakes_R <= number
         weights = np.bincount(self._pool_R[free_R], minlength=4) * self._weights
@@ -261,6 +270,6 @@ class Curriculum:
         return soonest_R
 
     def _oldest(self, candidates_R: Bools) -> int:
-        """Return the candidate that was chosen the longest ago."""
+        """Return the candidate that was chosen the longest ago; unseen ones come before all others."""
         indices = np.flatnonzero(candidates_R)
         return int(indices[np.argmin(self._last_R[indices])])

@@ -73,7 +73,8 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_csv(path: Path) -> list[Row]:
-    """Return the rows of a CSV file with a header."""
+    """Return the rows of a CSV file, whose first line names the columns; all values are text. Raises
+    :class:`~headrace.base.errors.DataError` with the number of the bad line."""
     rows: list[Row] = []
     lines = list(_lines(path))
     reader = csv.DictReader(lines, strict=True)
@@ -88,7 +89,8 @@ def _read_csv(path: Path) -> list[Row]:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file with their ends, without its byte order mark."""
+    """Yield the lines of a UTF-8 file with their ends, without its byte order mark. Raises
+    :class:`~headrace.base.errors.DataError` for a line that is not UTF-8."""
     data = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(data.splitlines(keepends=True), start=1):
         try:
@@ -98,6 +100,8 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _refuse_ragged(row: Mapping[str, Any], reader: csv.DictReader[str], path: Path) -> None:
+    """Raise :class:`~headrace.base.errors.DataError` for a row that has more or fewer fields than the header of its
+    file."""
     if None in row or None in row.values():
         columns = len(reader.fieldnames or ())
         raise DataError(f"{path}:{reader.line_num}: not {columns} columns like the header", remedy="fix that line")
@@ -129,6 +133,8 @@ class RowOrder:
     """
 
     def __init__(self, *, num_rows: int, seed: int, shuffle: bool, epochs: int | None = None) -> None:
+        """Visit ``num_rows`` rows, in an order that follows from ``seed``, or in their own order without
+        ``shuffle``."""
         self._num_rows = num_rows
         self._epochs = epochs
         self._seed = seed
@@ -137,6 +143,7 @@ class RowOrder:
         self._rows = np.arange(num_rows)
 
     def __call__(self, number: int) -> int | None:
+        """Return the row that group ``number`` attempts; ``None`` after the last epoch."""
         epoch, place = divmod(number, self._num_rows)
         if self._epochs is not None and epoch >= self._epochs:
             return None

@@ -61,7 +61,9 @@ def _env(found: Any, reference: str, executor: Executor) -> Rollout:
         raise EnvError(
             f"env.entry={reference!r} is {_describe(found)}, and env.kind='env' needs a class that inherits "
             "headrace.Env",
-            remedy="write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
+            remedy=f"as a reward, name an object of it (score = {found.__name__}(...))"
+            if isinstance(found, type) and "__call__" in vars(found)
+            else "write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
     return as_rollout(found, executor)
 
@@ -88,6 +90,7 @@ def _checked_rollout(found: Callable[..., Awaitable[Any]]) -> Rollout:
     """Return the user's rollout with its result as an episode, whose reward is checked to be a number."""
 
     async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        """Attempt ``task`` with the user's function, and return the episode."""
         returned = await found(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
 
@@ -99,7 +102,8 @@ _KINDS: dict[str, Callable[[Any, str, Executor], Rollout]] = {"env": _env, "roll
 
 
 async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Run a program as an episode, and return the rewards that it printed."""
+    """Run a program as an episode of ``task``, and return the rewards that it printed; ``policy`` has the address at
+    which the program reaches the model."""
     result = await program.run(task, policy.variables)
     earned = result.get("agent_rewards") or {}
     if not isinstance(earned, dict):
@@ -110,7 +114,9 @@ async def _program(program: Program, task: Mapping[str, Any], policy: EpisodePol
 
 
 async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Play one episode of an environment: reset, then answers and steps until it is done or its budget is spent."""
+    """Play one episode of an environment: reset, then answers and steps until it is done or its budget is spent.
+    ``kind`` makes the environment; its plain methods run in ``executor``. Return the episode with the reward of each
+    answer."""
     call = partial(_call, executor)
     env = await call(kind)
     env.seed = policy.seed
@@ -139,8 +145,8 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
 
 
 async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
-    """Return the next answer; ``None`` if the budget of an episode that has had one is spent, which ends it with the
-    rewards so far."""
+    """Return the model's next answer to ``messages``; ``None`` if a budget of the episode is spent and it has had an
+    answer, which ends it with the rewards so far."""
     try:
         return await policy.chat(messages, tools=tools)
     except BudgetSpent:
@@ -150,8 +156,8 @@ async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Call
 
 
 def _checked(result: Any) -> StepResult:
-    """Return the result of ``step``. Raises :class:`~headrace.base.errors.EpisodeError` if it is not one or says
-    nothing."""
+    """Return ``result``, what the user's ``step`` returned. Raises :class:`~headrace.base.errors.EpisodeError` if it is
+    no :class:`StepResult`, or neither ends the episode nor has messages."""
     if not isinstance(result, StepResult):
         raise EpisodeError(f"step returned a {type(result).__name__}", remedy="return a headrace.StepResult")
     if not result.done and not result.messages:
@@ -160,7 +166,8 @@ def _checked(result: Any) -> StepResult:
 
 
 def _as_episode(returned: Episode) -> Episode:
-    """Return the user's episode with its fields checked."""
+    """Return the episode that a user's rollout returned with its fields checked and its rewards as numbers. Raises
+    :class:`~headrace.base.errors.EpisodeError` for a wrong field."""
     wrong: list[Any] = [each for each in returned.trained or () if not isinstance(each, Reply)]
     wrong += [turn for turn in returned.rewards if not isinstance(turn, int)]
     if wrong:
@@ -177,12 +184,13 @@ def _as_episode(returned: Episode) -> Episode:
 
 
 def _as_rewards(values: Mapping[K, Any]) -> dict[K, float]:
-    """Return the rewards that are not ``None``, as numbers."""
+    """Return the rewards of ``values`` as numbers by the same keys; those that are ``None`` are left out."""
     return {key: reward for key, value in values.items() if (reward := as_reward(value)) is not None}
 
 
 async def _call(executor: Executor, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call user code without blocking the event loop."""
+    """Call user code, a plain or an ``async`` function, without blocking the event loop, and return its result. Plain
+    functions run in ``executor``."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments)
     returned = await in_thread(executor, partial(function, *arguments))
@@ -190,7 +198,8 @@ async def _call(executor: Executor, function: Callable[..., Any], *arguments: An
 
 
 def as_reward(value: Any) -> float | None:
-    """Return a reward as a finite number. Raises :class:`~headrace.base.errors.EpisodeError` for any other value."""
+    """Return a reward as a finite number; ``None``, no statement, stays ``None``. Raises
+    :class:`~headrace.base.errors.EpisodeError` for any other value."""
     if value is None:
         return None
     try:

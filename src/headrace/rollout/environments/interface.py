@@ -54,7 +54,8 @@ class Env:
     repetition."""
 
     def reset(self, task: Task) -> Messages | Awaitable[Messages]:
-        """Begin an episode, and return the first messages for the model."""
+        """Begin an episode of ``task``, and return the first messages for the model. A user's environment must define
+        it."""
         raise NotImplementedError(f"{type(self).__name__} has no reset")
 
     def step(self, message: Message) -> StepResult | Awaitable[StepResult]:
@@ -103,11 +104,13 @@ ROLES = ("system", "user", "assistant", "tool")
 
 
 def _as_call(call: Any) -> Any:
-    """Return a flat call, from the nested form of OpenAI's protocol or a flat one."""
+    """Return a call of a tool with its name and arguments at the top level, from the nested form of OpenAI's protocol
+    or from that form itself."""
     if isinstance(call, Mapping) and isinstance(call.get("function"), Mapping):
         return {"id": call.get("id", ""), **call["function"]}
     return msgspec.structs.asdict(call) if isinstance(call, ToolCall) else call
 
 
 def _wrong(text: str) -> EpisodeError:
+    """Return the error for messages that cannot be used, whose problem is ``text``."""
     return EpisodeError(text, remedy='write {"role": "user", "content": "..."}')

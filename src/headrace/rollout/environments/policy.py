@@ -54,6 +54,8 @@ class EpisodePolicy:
         variables: Mapping[str, str] | None = None,
         executor: Executor | None = None,
     ) -> None:
+        """Make the policy of ``episode``. Plain tool functions run in threads of ``executor``; ``None``: in those of
+        the event loop."""
         self._episode = episode
         self._executor = executor
         self._functions: dict[Callable[..., Any], ToolFunction] = {}
@@ -86,7 +88,8 @@ class EpisodePolicy:
         return self.variables[name]
 
     async def chat(self, messages: Messages, *, tools: Tools = (), **options: Unpack[Options]) -> Reply:
-        """Return the model's answer. Append ``reply.message`` unchanged to the messages to continue.
+        """Return the model's answer to ``messages``, in which it may call ``tools``. Append ``reply.message`` unchanged
+        to the messages to continue.
 
         Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
@@ -105,6 +108,7 @@ class EpisodePolicy:
         return await call_tools(message, functions, self._executor)
 
     def _function(self, function: Callable[..., Any]) -> ToolFunction:
+        """Return the described tool of a function, which is made once per episode."""
         if function not in self._functions:
             self._functions[function] = ToolFunction(function)
         return self._functions[function]

@@ -28,7 +28,7 @@ import msgspec
 
 from headrace.base.environ import program_environment
 from headrace.base.errors import EnvError, EpisodeError, visible
-from headrace.rollout.scoring.sandbox import apart
+from headrace.rollout.scoring.sandbox import user_namespace
 
 KEPT_BYTES = 64 * 2**10
 """The number of last bytes of its output that are kept."""
@@ -43,7 +43,7 @@ _INTERPRETER = re.compile(r"(python|pypy)[\d.]*|bash|sh|zsh|node|ruby|perl")
 _FLAGS = ("-u", "-B")
 """Options that take no value, whichever of these programs has them."""
 _SCRIPTS = (".py", ".sh", ".js", ".mjs", ".rb", ".pl")
-_APART = (sys.executable, "-I", "-S", "-B", apart.__file__) if sys.platform == "linux" else ()
+_APART = (sys.executable, "-I", "-S", "-B", user_namespace.__file__) if sys.platform == "linux" else ()
 """The command that becomes the program in a namespace in which it cannot read the keys of other episodes."""
 
 
@@ -54,6 +54,8 @@ class Program:
     """
 
     def __init__(self, command: Sequence[str], *, own_namespace: bool = True) -> None:
+        """Find the program that ``command`` begins with; its other words are arguments. Raises
+        :class:`~headrace.base.errors.EnvError` if there is none."""
         self._command = (*(_APART if own_namespace else ()), find_program(command), *command[1:])
 
     async def run(self, row: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
@@ -102,6 +104,7 @@ async def _task_file(row: Mapping[str, Any]) -> AsyncIterator[Path]:
     thread."""
 
     def make() -> Path:
+        """Write the file, and return its path."""
         task = Path(tempfile.mkdtemp(prefix="headrace-program-"), "task.json")
         task.write_bytes(msgspec.json.encode(row))
         return task
@@ -114,29 +117,29 @@ async def _task_file(row: Mapping[str, Any]) -> AsyncIterator[Path]:
 
 
 class _Tail(asyncio.Protocol):
-    """The end of the data that is written to a pipe."""
+    """The reader of a pipe that keeps only the end of the data written to it, such as a program's output."""
 
     def __init__(self) -> None:
         self._kept = bytearray()
         self.closed = asyncio.Event()
 
     def data_received(self, data: bytes) -> None:
-        """Append data, and drop all but the last bytes."""
+        """Append data that were written to the pipe, and drop all but the last :data:`KEPT_BYTES`; asyncio calls it."""
         self._kept += data
         del self._kept[:-KEPT_BYTES]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Record that no process can write any more."""
+        """Record that no process can write to the pipe any more; asyncio calls it."""
         self.closed.set()
 
     def text(self) -> str:
-        """Return the kept end as text."""
+        """Return the end of what was written to the pipe, as text."""
         return self._kept.decode("utf-8", "replace")
 
 
 @asynccontextmanager
 async def _pipe() -> AsyncIterator[tuple[IO[bytes], _Tail]]:
-    """Return a file to write to, and the end of what is written to it. A program's children may hold the pipe open for
+    """Yield a file to write to, and the end of what is written to it. A program's children may hold the pipe open for
     longer than the program lives, so the wait for the program must not be a wait for them."""
     reading, writing = os.pipe()
     with os.fdopen(writing, "wb") as output, contextlib.ExitStack() as on_error:
@@ -224,7 +227,7 @@ def _end_with(lifeline: int, group: int) -> None:
 
 
 def _last_json(text: str) -> Mapping[str, Any]:
-    """Return the JSON object on the last line; empty if there is none."""
+    """Return the JSON object on the last line of a program's output; empty if there is none."""
     last = text.rstrip().rpartition("\n")[2]
     try:
         result = json.loads(last)
@@ -234,15 +237,19 @@ def _last_json(text: str) -> Mapping[str, Any]:
 
 
 def _quoted_output(err_tail: _Tail) -> str:
+    """Return the end of a program's error output, to be appended to an error message; empty if it wrote nothing."""
     text = err_tail.text().strip()
     return f": …{visible(text[-QUOTED:])}" if len(text) > QUOTED else f": {visible(text)}" if text else ""
 
 
 def _exit_text(code: int) -> str:
+    """Return in words how a program ended, by its exit ``code``; a negative one is the number of the signal that killed
+    it."""
     if code >= 0:
         return f"ended with exit code {code}"
     return f"was killed by {signal.strsignal(-code) or f'signal {-code}'}"
 
 
 def _failed(text: str, remedy: str) -> EpisodeError:
+    """Return the error that fails an episode whose program failed, with the problem in ``text``."""
     return EpisodeError(f"the program of env.command failed: {text}", remedy=remedy, reason="program_failed")

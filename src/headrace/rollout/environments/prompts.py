@@ -15,7 +15,7 @@ _ROLES = ("system", "user", "assistant", "tool", "developer")
 
 
 class PromptTokenizer(Protocol):
-    """The methods of a Hugging Face tokenizer that are used."""
+    """The methods of a Hugging Face tokenizer that the conversion of prompts uses."""
 
     chat_template: str | None
 
@@ -30,16 +30,17 @@ class PromptTokenizer(Protocol):
     def apply_chat_template(
         self, conversation: list[dict[str, Any]], *, tokenize: bool, add_generation_prompt: bool
     ) -> str:
-        """Return messages as the text that the model reads."""
+        """Return messages as the text that the model reads, with the opening of an answer after them if
+        ``add_generation_prompt``. ``tokenize`` is false: ids would be returned otherwise."""
         ...
 
 
 def make_tasks(
     rows: Sequence[Row], column: str, tokenizer: PromptTokenizer, *, source: str, optional: bool = False
 ) -> list[Task]:
-    """Return one task per row. Raises :class:`DataError` with the row (``source`` and its number, from 1) and the
-    problem. If prompts are ``optional``, a row without one becomes a task without one, whose environment makes the
-    prompt."""
+    """Return one task per row, whose prompt is in ``column``. Raises :class:`DataError` with the row (``source``, such
+    as the file, and its number, from 1) and the problem. If prompts are ``optional``, a row without one becomes a task
+    without one, whose environment makes the prompt."""
     return [
         Task(row_index=index, row=row, prompt="", prompt_ids_T=np.zeros(0, np.int32))
         if optional and column not in row

@@ -22,18 +22,20 @@ _ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label")
 
 
 def right_answer(row: Mapping[str, Any]) -> str:
-    """Return the right answer of a row as text; 42 if the row has none."""
+    """Return the right answer of a row of the dataset as text, found by the names of columns; 42 if the row has
+    none."""
     name = _answer_column(row)
     return "42" if name is None else str(row[name])
 
 
 def has_right_answer(row: Mapping[str, Any]) -> bool:
-    """Return whether the row has a right answer."""
+    """Return whether a row of the dataset has a column with the right answer."""
     return _answer_column(row) is not None
 
 
 def _answer_column(row: Mapping[str, Any]) -> str | None:
-    """Return the column with what is right: one of the usual names, or the only plain value beside the prompt."""
+    """Return the name of the column with the right answer of a row: one of the usual names, or the only plain value
+    beside the prompt; ``None`` if there is no such column."""
     if any(name in row for name in _ANSWERS):
         return next((name for name in _ANSWERS if row.get(name) is not None), None)
     plain = [name for name, value in row.items() if name != "prompt" and isinstance(value, str | int | float)]
@@ -41,7 +43,8 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
 
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
-    """Call each tool once, with arguments that fit it, then give the right answer; a script."""
+    """Return the answer of a script that calls each tool once, with arguments that fit it, then gives the right
+    answer."""
     if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
     tool = tools[index]
@@ -50,7 +53,8 @@ def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -
 
 
 def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
-    """Call a tool that does not exist, and one with wrong arguments, then answer; a script."""
+    """Return the answer of a script that calls a tool that does not exist, and one with wrong arguments, then
+    answers."""
     if index or not tools:
         return Message(role="assistant", content="ok")
     calls = (
@@ -62,6 +66,7 @@ def _wrong_calls(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> M
 
 
 def _always(text: Callable[[str], str]) -> Script:
+    """Return a script whose every answer is ``text`` of the row's right answer."""
     return lambda row, tools, index: Message(role="assistant", content=text(right_answer(row)))
 
 
@@ -104,13 +109,18 @@ class ScriptedEpisode:
     instead of a model. It records the requests of the environment."""
 
     row: Mapping[str, Any]
+    """The row that is attempted."""
     script: Script
+    """The function that makes the answers."""
     seed: int
+    """The seed for the environment's own draws."""
     max_answers: int
     """The largest number of answers; a request after the last one raises
     :class:`~headrace.base.errors.BudgetSpent`."""
     clock: Clock
+    """The clock by which the environment's own time is measured."""
     key: EpisodeKey = _KEY
+    """The group and the number of the episode."""
     requests: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages of each request."""
     tools: dict[str, Tool] = field(default_factory=dict)
@@ -143,15 +153,15 @@ class ScriptedEpisode:
         return self._next((Message(role="user", content=str(prompt_ids_T.tolist())),), (), None)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
-        """Return the number of characters, each of which counts as a token."""
+        """Return the number of characters of the messages, each of which counts as a token."""
         return sum(len(message.content) for message in messages)
 
     def spell(self, token: int) -> str:
-        """Return the text of a token: the character whose code point it is."""
+        """Return the text of a token: tokens of this episode are code points of characters."""
         return chr(token)
 
     def restart(self) -> None:
-        """Discard the recorded requests."""
+        """Discard the recorded requests, for another attempt at the episode."""
         self.requests.clear()
         self.own_s.clear()
 

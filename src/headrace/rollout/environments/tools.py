@@ -32,7 +32,7 @@ _ARGUMENT = re.compile(r"^\s+(\w+)\s*(?:\([^)]*\))?:\s*(.+)$")
 
 
 class ToolFunction:
-    """A function that the model may call."""
+    """A function of the user that the model may call, with its description for the model."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Describe a function. Raises :class:`~headrace.base.errors.EnvError` if its parameters lack names or usable
@@ -73,7 +73,8 @@ class ToolFunction:
 async def call_tools(
     message: Message, tools: Mapping[str, ToolFunction], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
-    """Return the answers to the calls of ``message``, made one after the other."""
+    """Return the answers to the calls in ``message``, made one after the other. ``tools`` are the functions by name;
+    plain ones run in ``executor``. A call of an unknown tool is answered with an error."""
     answers: list[Message] = []
     for call in message.tool_calls:
         tool = tools.get(call.name)
@@ -85,7 +86,8 @@ async def call_tools(
 
 
 def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction]:
-    """Return the functions by name. Raises :class:`~headrace.base.errors.EnvError` if two have the same name."""
+    """Return the functions, described as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two have the
+    same name."""
     made = [ToolFunction(function) for function in functions]
     found = {tool.tool.name: tool for tool in made}
     if len(found) < len(made):
@@ -96,7 +98,9 @@ def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFun
 def _arguments_model(
     name: str, function: Callable[..., Any], descriptions: Mapping[str, str]
 ) -> type[pydantic.BaseModel]:
-    """Return a pydantic model of a tool's arguments, made from the signature of its function."""
+    """Return a pydantic model of a tool's arguments, made from the signature of its function; ``descriptions`` are
+    those of the arguments in its docstring. Raises :class:`~headrace.base.errors.EnvError` for parameters that a call
+    cannot name."""
     try:
         hints = get_type_hints(function, include_extras=True)
         fields: dict[str, Any] = {}
@@ -137,11 +141,13 @@ def _as_text(returned: Any) -> str:
 
 
 def _validation_text(problem: Mapping[str, Any]) -> str:
+    """Return one problem that pydantic found in the arguments of a call, in words: the argument and what is wrong."""
     place = ".".join(map(str, problem["loc"]))
     return f"{place}: {problem['msg']}" if place else str(problem["msg"])
 
 
 def _failed(call: ToolCall, text: str) -> Message:
+    """Return the answer to a call that could not be made or that failed; the model reads ``text`` as an error."""
     text = f"error: {text}"[:2000].encode("utf-8", "replace").decode()
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name, failed=True)
 

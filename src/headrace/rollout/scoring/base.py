@@ -42,7 +42,8 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
     completion."""
 
     def beside(self, earlier: Graded) -> Graded:
-        """Return this result, with the components, calls, columns and metrics of ``second`` before its own."""
+        """Return this result, with the components, calls, columns and metrics of the result ``earlier`` before its
+        own."""
         return msgspec.structs.replace(
             self,
             parts={**earlier.parts, **self.parts},
@@ -53,6 +54,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _merged(first: Mapping[str, tuple[T, ...]], second: Mapping[str, tuple[T, ...]]) -> dict[str, tuple[T, ...]]:
+    """Return the values of both mappings by name; where both have a name, those of ``first`` come first."""
     return {name: (*first.get(name, ()), *second.get(name, ())) for name in {**first, **second}}
 
 
@@ -65,7 +67,7 @@ class ScoringContext(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of the run."""
 
     def at(self, index: int) -> ScoringContext:
-        """Return the context of one completion."""
+        """Return the context of one completion, that at ``index``."""
         return msgspec.structs.replace(self, completion_ids=self.completion_ids[index : index + 1])
 
 
@@ -89,7 +91,8 @@ class Scores(msgspec.Struct, frozen=True, kw_only=True):
     """The values that it passed to ``log_extra``: the columns of each completion; empty if there are none."""
 
     def of(self, index: int) -> Graded:
-        """Return the result for one completion."""
+        """Return the result for one completion, that at ``index``. The metrics, which belong to no single completion,
+        are in the first one's."""
         if self.graded:
             return self.graded[index]
         extra = self.extra[index] if self.extra else {}
@@ -122,7 +125,8 @@ class TurnScorer(Protocol):
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
     ) -> Graded:
-        """Return the process rewards of one turn, from its text and the text that the model had read."""
+        """Return the process rewards of one turn: of its ``text``, after ``history``, the text that the model had read.
+        ``turn`` is the number of the turn in the episode."""
         ...
 
     @property
@@ -131,23 +135,25 @@ class TurnScorer(Protocol):
         ...
 
     def over_turns(self, turns: Sequence[Graded]) -> list[float]:
-        """Return the share of each turn in the reward of the episode. None of the turns may have failed."""
+        """Return the share of each turn in the reward of the episode, from the results of :meth:`score_turn` in order.
+        None of the turns may have failed."""
         ...
 
     def parts_of_turns(self, turns: Sequence[Graded]) -> dict[str, float]:
-        """Return the value of each component over all turns."""
+        """Return the value of each component over all turns of an episode, by name, from the results of
+        :meth:`score_turn`."""
         ...
 
 
 class Grader(Protocol):
-    """One component of the reward, in a scoring worker."""
+    """The part of a scoring worker that computes one component of the reward."""
 
     by_group: bool
     """Whether it scores all completions of a group at once."""
 
     @property
     def wants(self) -> frozenset[ContextField]:
-        """The fields of the context that it uses."""
+        """The fields of :class:`ScoringContext` that it uses; only these are sent to it."""
         ...
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
@@ -186,7 +192,7 @@ class RewardSection(Section):
 
     @property
     def label(self) -> str:
-        """The name of the component."""
+        """The name of the component, by which metrics and errors call it."""
         kind: str = self.model_dump(include={"kind"})["kind"]
         return self.name or kind
 
@@ -212,12 +218,12 @@ class RewardSection(Section):
         return self
 
     def clamped(self, value: float) -> float:
-        """Return ``value`` limited to ``clamp``."""
+        """Return ``value``, a completion's, limited to the range ``clamp``."""
         return value if self.clamp is None else min(max(value, self.clamp[0]), self.clamp[1])
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that every row must have, as far as they are known without running user code. The values
-        describe the setting or parameter that reads the column."""
+        """Return the columns that every row must have, by name, as far as they are known without running user code.
+        Each value names the setting or parameter that reads the column, for error messages."""
         return {}
 
     def check(self) -> Self:
@@ -226,5 +232,6 @@ class RewardSection(Section):
         return self
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
-        """Return the grader, in the process that runs it. ``executor`` is for calls that block."""
+        """Return the grader of this component. It is called in the scoring worker that runs it; ``executor`` is for
+        calls that block."""
         raise NotImplementedError

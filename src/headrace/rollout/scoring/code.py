@@ -68,7 +68,7 @@ class CodeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _tests_fit(self) -> Self:
-        """Refuse a time limit that the tests can exceed."""
+        """Refuse a ``timeout_s`` that the longest tests could exceed."""
         needed_s = self.max_tests * WALL_PER_CPU * self.cpu_s
         if self.timeout_s < needed_s:
             raise ConfigError(
@@ -79,7 +79,7 @@ class CodeReward(RewardSection):
         return self
 
     def columns(self) -> dict[str, str]:
-        """Return the column of the tests."""
+        """Return the column of the tests, which every row must have, with the setting that names it."""
         return {self.tests_column: f"tests_column={self.tests_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
@@ -101,7 +101,8 @@ class CodeReward(RewardSection):
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """Return a number between 0 and 1."""
+        """Return the share of the tests that the program in the completion passes, from 0 to 1. Without ``partial``, a
+        program that fails any test earns 0."""
         tests = read_tests(column(request, self.tests_column), self.tests_column)[: self.max_tests]
         code = code_in(request.completions[0])
         if not code.strip() or len(code) > MAX_CODE:
@@ -115,8 +116,8 @@ class CodeReward(RewardSection):
         return passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
-        """Return whether the program passes one test, which is Python code, a call with its result, or input with its
-        output."""
+        """Return whether the program passes one test, which is text (Python statements), a call with its result, or
+        input with its output."""
         limits = SandboxLimits(wall_s=WALL_PER_CPU * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
         match test:
             case str():
@@ -151,8 +152,8 @@ sys.stdout.write(word + repr(eval(open("call.py").read(), names)))
 
 
 def missing_guards(probe: Finished) -> dict[str, str]:
-    """Return the guards that a run was without. A filter of system calls can replace a network namespace, and the
-    launcher's checks can replace limits of processes."""
+    """Return the guards that were missing in the run ``probe``, each with the reason. A network namespace that is
+    missing does not count if the filter of system calls works, which replaces it."""
     missing = dict(probe.missing)
     if "system calls" not in missing:
         missing.pop("network", None)
@@ -168,7 +169,8 @@ def _refuse_not_started(finished: Finished) -> Finished:
 
 
 def code_in(completion: str) -> str:
-    """Return the program in an answer.
+    """Return the program in an answer: the last Python block in triple backquotes, else the last block, else the whole
+    answer.
 
     >>> code_in("Like this:\\n```python\\nprint(1)\\n```\\nIt prints:\\n```\\n1\\n```")
     'print(1)\\n'
@@ -181,7 +183,8 @@ def code_in(completion: str) -> str:
 
 
 def read_tests(cell: Any, name: str) -> list[Any]:
-    """Return the tests of a row. Raises :class:`Unscorable` for an invalid column."""
+    """Return the tests in ``cell``, the value of a row's column ``name``, as a list. Raises :class:`Unscorable` if
+    there are none, or one is not a test."""
     if isinstance(cell, str):
         try:
             cell = json.loads(cell)
@@ -209,7 +212,8 @@ def same_text(given: str, expected: str) -> bool:
 
 
 def same_value(printed: str, expected: Any) -> bool:
-    """Return whether the printed value equals ``expected``; a list and a tuple of the same elements are equal."""
+    """Return whether ``printed``, read as a Python literal, equals ``expected``; a list equals a tuple of the same
+    elements. Text of more than ``MAX_VALUE`` characters, or that is no literal, equals nothing."""
     if len(printed) > MAX_VALUE:
         return False
     try:
@@ -220,7 +224,8 @@ def same_value(printed: str, expected: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a row with plain lists and dictionaries in place of other sequences and mappings."""
+    """Return a value in the form in which values are compared: with a list in place of each tuple, and with text as the
+    keys of each mapping."""
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
     if isinstance(value, Mapping):

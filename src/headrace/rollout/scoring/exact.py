@@ -33,11 +33,12 @@ class ExactReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _pattern_compiles(self) -> Self:
+        """Refuse a pattern that is not a regular expression."""
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
         return self
 
     def columns(self) -> dict[str, str]:
-        """Return the column of the expected answer."""
+        """Return the column of the expected answer, which every row must have, with the setting that names it."""
         return {self.answer_column: f"answer_column={self.answer_column!r}"}
 
     def grader(self, executor: ThreadPoolExecutor) -> Grader:
@@ -45,7 +46,7 @@ class ExactReward(RewardSection):
         return BlockingGrader(self.grade, executor)
 
     def grade(self, request: ScoreCompletions) -> float:
-        """Return 0 or 1.
+        """Return 1 if the completion's answer is accepted, else 0.
 
         >>> ask = ScoreCompletions(call=0, prompt="", completions=("so the answer is B.",), row={"answer": ["b", "c"]})
         >>> ExactReward(pattern=r"answer is (\\w)", ignore_case=True).grade(ask)
@@ -57,11 +58,13 @@ class ExactReward(RewardSection):
         return float(given is not None and self._plain(given) in [self._plain(each) for each in accepted])
 
     def _plain(self, text: str) -> str:
+        """Return the text in the form in which answers are compared."""
         return text.strip().casefold() if self.ignore_case else text.strip()
 
 
 def compiled(pattern: str, what: str) -> re.Pattern[str]:
-    """Return the compiled regular expression. Raises :class:`ConfigError` if it is invalid."""
+    """Return the compiled regular expression. ``what`` names its setting in the error: raises :class:`ConfigError` if
+    it is invalid."""
     try:
         return re.compile(pattern)
     except re.error as error:

@@ -22,7 +22,8 @@ text."""
 
 
 def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
-    """Return the columns that ``reward`` can rely on: those of every row, or those of any row if it may fail."""
+    """Return the columns that ``reward`` can rely on: those that every row of ``tasks`` has, or, for an optional
+    reward, which may fail, those that any row has."""
     names = [task.row.keys() for task in tasks]
     return frozenset(set().union(*names) if reward.optional else set(names[0]).intersection(*names[1:]))
 
@@ -47,7 +48,8 @@ def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Tas
 
 
 def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
-    """Refuse the first row without a column that others have."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for the first row that lacks a column which ``reward`` reads and
+    other rows have."""
     for column, reader in reward.columns().items():
         if column in columns_for(reward, tasks) or not any(column in task.row for task in tasks):
             continue
@@ -60,7 +62,8 @@ def _refuse_missing_cells(reward: RewardSection, tasks: Sequence[Task]) -> None:
 
 
 def _refuse_unknown_columns(reward: RewardSection, columns: frozenset[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a column that a reward reads and no row has."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``reward`` reads a column that no row has. ``columns`` are
+    those that the reward can rely on; a column that only some rows lack was refused before."""
     for column, reader in reward.columns().items():
         if column not in columns:
             raise ConfigError(
@@ -75,7 +78,7 @@ def imported_signatures(references: Sequence[str]) -> dict[str, RewardSignature 
     as scoring workers will. ``None`` where that takes too long."""
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "headrace.rollout.scoring.look", *references],
+            [sys.executable, "-m", "headrace.rollout.scoring.print_signatures", *references],
             capture_output=True,
             timeout=LOOK_S,
             check=False,

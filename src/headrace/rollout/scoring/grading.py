@@ -18,17 +18,21 @@ class Unscorable(HeadraceError):
 
 
 class BlockingGrader:
-    """A grader that calls a computing function in a thread."""
+    """A grader of single completions that calls a computing function in a thread, so that the event loop of the scoring
+    worker is not blocked."""
 
     by_group = False
     wants: frozenset[ContextField] = frozenset()
 
     def __init__(self, grade: Callable[[ScoreCompletions], float | None], executor: ThreadPoolExecutor) -> None:
+        """Make the grader of ``grade``, which returns the reward of a request's only completion; ``None``: no
+        reward."""
         self._grade = grade
         self._executor = executor
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        """Grade a request in a thread; ``on_start`` is called when the thread begins."""
+        """Grade the completion of ``request`` in a thread, and return its scores; ``on_start`` is called when the
+        thread begins."""
 
         def call() -> float | None:
             on_start()
@@ -38,7 +42,8 @@ class BlockingGrader:
 
 
 async def as_scores(grading: Awaitable[float | None]) -> Scores:
-    """Return the result of a grading call as scores."""
+    """Return the result of grading one completion as scores: every error, and a number that is not finite, becomes a
+    failure."""
     try:
         value = await grading
     except Unscorable as error:
@@ -54,7 +59,8 @@ async def as_scores(grading: Awaitable[float | None]) -> Scores:
 
 
 def column(request: ScoreCompletions, name: str) -> object:
-    """Return a column of the row. Raises :class:`Unscorable` if it is missing."""
+    """Return the value of the column ``name`` in the row of a request. Raises :class:`Unscorable` if the row has no
+    such column."""
     if name not in request.row:
         raise Unscorable(
             f"the row has no column {name!r} (it has: {', '.join(request.row)})", remedy="name the column that it has"

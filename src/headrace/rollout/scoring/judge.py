@@ -83,7 +83,7 @@ class JudgeReward(RewardSection):
 
     @pydantic.model_validator(mode="after")
     def _can_be_asked(self) -> Self:
-        """Refuse an address, a scale, a pattern or a prompt with which the judge could not be asked."""
+        """Refuse an address, a scale, a pattern or a prompt with which requests to the judge could not work."""
         remedy = "name an environment variable that holds the key: api_key_env"
         refuse_secret(f"env.rewards {self.label!r}: base_url", self.base_url, remedy)
         compiled(self.pattern, f"env.rewards {self.label!r}: pattern")
@@ -105,12 +105,13 @@ class JudgeReward(RewardSection):
         return self
 
     def columns(self) -> dict[str, str]:
-        """Return the columns that the prompt contains."""
+        """Return the columns of the row that the judge's prompt contains, which every row must have, each with its
+        place in the prompt."""
         shown = template_fields(self.prompt, "prompt", "") - {"prompt", "completion", "history"}
         return {name: f"the {{{name}}} of its prompt" for name in shown}
 
     def check(self) -> Self:
-        """Check that the environment variable with the key is set."""
+        """Check that the environment variable with the key is set, and return the section."""
         if self.api_key_env and not secret(self.api_key_env):
             raise ConfigError(
                 f"env.rewards {self.label!r}: the environment variable {self.api_key_env} is not set",
@@ -143,13 +144,14 @@ class JudgeReward(RewardSection):
 
 
 class _Judge:
-    """A grader with several HTTP clients: the cost of a request grows with the connections of its client, so each has
-    few."""
+    """The grader of a judge. It has several HTTP clients: the cost of a request grows with the connections of its
+    client, so each has few."""
 
     by_group = False
     wants: frozenset[ContextField] = frozenset()
 
     def __init__(self, section: JudgeReward) -> None:
+        """Open the HTTP clients for the endpoint in ``section``, the settings of the judge."""
         import httpx
 
         local = is_loopback(urlsplit(section.base_url).hostname or "")  # a proxy of the environment is not meant for it
@@ -168,7 +170,8 @@ class _Judge:
         self._num_requests = [0] * len(self._clients)
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        """Return the judge's scores, or a failure if it does not answer in time."""
+        """Return the judge's score of the completion in ``request``, or a failure if the judge does not answer in time.
+        ``on_start`` is called at once, since requests do not wait in a queue here."""
         on_start()
         before_s = 0.95 * self._section.timeout_s  # the pool's own deadline would cost the worker
         try:
@@ -204,7 +207,8 @@ class _Judge:
         return section.score_in(reply)
 
     async def _post(self, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Return the status and the body of the answer."""
+        """Send ``body``, a chat completion request, to the judge, and return the HTTP status and the body of the
+        answer. Raises :class:`Unscorable` if the judge cannot be reached."""
         import httpx
 
         index = min(range(len(self._clients)), key=self._num_requests.__getitem__)
@@ -224,7 +228,7 @@ class _Judge:
 
 
 async def _bounded(response: httpx.Response) -> bytes:
-    """Return the body. Raises :class:`Unscorable` if it is too long."""
+    """Return the body of the answer. Raises :class:`Unscorable` if it is longer than ``MAX_REPLY`` bytes."""
     data = bytearray()
     async for chunk in response.aiter_bytes():
         data += chunk
@@ -234,7 +238,8 @@ async def _bounded(response: httpx.Response) -> bytes:
 
 
 def _filled(template: str, request: ScoreCompletions) -> str:
-    """Return the judge's prompt with the columns of the row in it."""
+    """Return the judge's prompt ``template``, filled in with the task, the completion and the columns of the row.
+    Raises :class:`Unscorable` for a column that the row lacks."""
     values: dict[str, object] = {
         **request.row,
         "prompt": _as_text(request.prompt),
@@ -248,6 +253,7 @@ def _filled(template: str, request: ScoreCompletions) -> str:
 
 
 def _as_text(prompt: Any) -> str:
+    """Return a prompt as text; chat messages follow each other with their roles."""
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in prompt)

@@ -31,11 +31,11 @@ class MathReward(RewardSection):
     """The longest time of a comparison. One that takes longer fails, and its worker is replaced."""
 
     def columns(self) -> dict[str, str]:
-        """Return the column of the expected answer."""
+        """Return the column of the expected answer, which every row must have, with the setting that names it."""
         return {self.answer_column: f"answer_column={self.answer_column!r}"}
 
     def check(self) -> Self:
-        """Check that the package math-verify is installed."""
+        """Check that the package math-verify is installed, and return the section."""
         if find_spec("math_verify") is None:
             raise ConfigError(
                 f"env.rewards {self.label!r} needs the package math-verify", remedy="pip install 'headrace[math]'"
@@ -48,12 +48,14 @@ class MathReward(RewardSection):
 
 
 def _comparison(answer_column: str) -> Callable[[ScoreCompletions], float]:
-    """Return a grader that compares the answer with the expected one as mathematics (``math_verify``)."""
+    """Return a function that grades a completion by comparing its answer with that in ``answer_column`` as mathematics
+    (``math_verify``)."""
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
 
     both = (LatexExtractionConfig(), ExprExtractionConfig())
 
     def parsed(text: str) -> list[Any]:
+        """Return the expressions that ``text`` contains; empty if there are none."""
         # its own deadline is an alarm, which only a main thread may set: the pool keeps ours
         answers: list[Any] = parse(text, extraction_config=both, parsing_timeout=None)
         return answers

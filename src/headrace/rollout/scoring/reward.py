@@ -26,7 +26,8 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def reward_reference(function: Callable[..., Any]) -> str:
-    """Return ``file.py:name`` of a function, by which a worker process can load it."""
+    """Return ``file.py:name`` of a function, by which a worker process can load it. Raises :class:`EnvError` for a
+    function that is not at the top level of a file."""
     source = _source_file(function)
     name = _name(function)
     if source is None or not Path(source).is_file() or not name.isidentifier():
@@ -38,11 +39,13 @@ def reward_reference(function: Callable[..., Any]) -> str:
 
 
 def _name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, or of the class of a callable object, for error messages."""
     return function.__qualname__ if inspect.isfunction(function) else type(function).__qualname__ + "(...)"
 
 
 def split_reference(reference: str) -> tuple[Path, str]:
-    """Return the file and the name in ``file.py:name``. The file is checked; its code is not run."""
+    """Return the file and the name in ``file.py:name``. It is checked that the file exists and defines the name; its
+    code is not run. Raises :class:`EnvError` otherwise."""
     try:
         return find_in_file(reference, "env.reward")
     except ConfigError as error:
@@ -58,6 +61,8 @@ class RewardFunction:
     """
 
     def __init__(self, function: Callable[..., Any], executor: ThreadPoolExecutor) -> None:
+        """Wrap ``function``; a plain one runs in threads of ``executor``. Raises
+        :class:`~headrace.base.errors.EnvError` for a function that is not a reward function."""
         self._function = function
         self._executor = executor
         self._is_async = inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
@@ -70,13 +75,14 @@ class RewardFunction:
 
     @property
     def wants(self) -> frozenset[ContextField]:
-        """The fields of the context that it uses."""
+        """The fields of :class:`ScoringContext` that the function's parameters ask for; only these are sent to the
+        worker."""
         parameters: dict[ContextField, str] = {"completion_ids": "completion_ids", "trainer": "trainer_state"}
         return frozenset(field for field, name in parameters.items() if self.signature.wants(name))
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
-        """Call the function; every error becomes a failure of the :class:`Scores`. ``on_start`` is called, from any
-        thread, when the call begins."""
+        """Call the function for the completions of ``request``; every error becomes a failure of the :class:`Scores`.
+        ``on_start`` is called, from any thread, when the call begins."""
         log = RewardLog(len(request.completions))
         try:
             returned, error = await self._call(request, log, on_start)
@@ -93,14 +99,15 @@ class RewardFunction:
     async def _call(
         self, request: ScoreCompletions, log: RewardLog, on_start: Callable[[], None]
     ) -> tuple[Any, BaseException | None]:
-        """Call the function, and return its result and the error that it raised, if any. A function that is not async
-        runs in a thread."""
+        """Call the function, and return its result and the error that it raised, ``None`` if none. A function that is
+        not async runs in a thread. ``log`` receives the values that the function logs."""
         call = functools.partial(self._function, **self._arguments(request, log))
         if self._is_async:
             on_start()
             return await call(), None
 
         def begin() -> tuple[Any, BaseException | None]:
+            """Report that the call begins, then make it."""
             on_start()
             return _outcome(call)
 
@@ -136,7 +143,8 @@ class RewardFunction:
 
 
 def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
-    """Import the function that ``file.py:name`` names. Raises :class:`EnvError` if its file fails."""
+    """Import the function that ``file.py:name`` names, and return it as a grader, whose plain functions run in
+    ``executor``. Raises :class:`EnvError` if its file fails."""
     path, name = split_reference(reference)
     try:
         module = load_file(path)
@@ -149,8 +157,8 @@ def load_reward(reference: str, executor: ThreadPoolExecutor) -> RewardFunction:
 
 
 def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
-    """Return the value or the exception of ``call``; a future cannot carry every exception (``StopIteration``, for
-    example)."""
+    """Return the value of ``call`` and ``None``, or ``None`` and the exception that it raised; a future cannot carry
+    every exception (``StopIteration``, for example)."""
     try:
         return call(), None
     except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
@@ -158,7 +166,8 @@ def _outcome(call: Callable[[], Any]) -> tuple[Any, BaseException | None]:
 
 
 def _check(returned: Any, expected: int) -> Scores:
-    """Return the value of a reward function as scores."""
+    """Return what a reward function returned as scores; anything but ``expected`` finite numbers or ``None`` becomes a
+    failure."""
     if isinstance(returned, str | Mapping) or not isinstance(returned, Iterable):
         return Scores(rewards=(), failure=f"reward_error: returned a {type(returned).__name__}, not a list")
     values = list(returned)
@@ -184,7 +193,7 @@ def _check(returned: Any, expected: int) -> Scores:
 
 
 def _in_words(error: BaseException, source: str | None) -> str:
-    """Return the text of ``error``, in characters that can be encoded."""
+    """Return the text of ``error``, with its line in the file ``source``, in characters that can be encoded."""
     try:
         text = where(error, source)
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
@@ -193,7 +202,8 @@ def _in_words(error: BaseException, source: str | None) -> str:
 
 
 def _source_file(function: Callable[..., Any]) -> str | None:
-    """Return the file that contains a function, or the class of a callable object."""
+    """Return the path of the file that contains a function, or the class of a callable object; ``None`` if there is
+    none."""
     try:
         return inspect.getsourcefile(inspect.unwrap(function))
     except TypeError:  # an object, or something built in
@@ -209,9 +219,10 @@ MAX_TEXT = 4096
 
 
 class RewardLog:
-    """The values that one call of a reward function logs."""
+    """The values that one call of a reward function logs with ``log_metric`` and ``log_extra``."""
 
     def __init__(self, num_completions: int) -> None:
+        """Begin the log of a call that scores ``num_completions`` completions."""
         self._columns: dict[str, list[Any]] = {}
         self._num = num_completions
         self.metrics: dict[str, list[float]] = {}

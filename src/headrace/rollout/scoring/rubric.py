@@ -16,11 +16,11 @@ from headrace.rollout.scoring.base import NO_CONTEXT, Graded, RewardSection, Sco
 
 K = TypeVar("K")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
-"""Before a failed call is made again; twice as long every time."""
+"""The pause before a failed call is made again, and its upper limit, in seconds; each pause is twice the one before."""
 
 
 class Graders(Scorer, Protocol):
-    """The workers of one component."""
+    """The pool of scoring workers of one component."""
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
@@ -31,10 +31,12 @@ class Graders(Scorer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RubricPart:
-    """One component of a rubric."""
+    """One component of a rubric: its settings, and the workers that compute it."""
 
     section: RewardSection
+    """The settings of the component."""
     graders: Graders
+    """The workers that compute it."""
 
     @property
     def label(self) -> str:
@@ -52,6 +54,8 @@ class Rubric:
     """
 
     def __init__(self, components: Sequence[RubricPart], *, clock: Clock, on_span: Callable[[Span], None]) -> None:
+        """Combine ``components``, in this order. ``on_span`` is called with the span of each call of one of several
+        components, for the trace."""
         self._whole = [component for component in components if not component.section.by_turn]
         self._by_turn = [component for component in components if component.section.by_turn]
         self._labels = tuple(component.label for component in components)
@@ -113,7 +117,8 @@ class Rubric:
     async def _grade(
         self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
-        """Score all completions, at once or one by one as the component requires."""
+        """Return one component's scores of all completions, computed at once or one by one as the component
+        requires."""
         graders = component.graders
         if graders.by_group or len(completions) == 1:
             return await self._with_retries(component, partial(graders.score, task, completions, context))
@@ -128,7 +133,8 @@ class Rubric:
         return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
 
     async def _with_retries(self, component: RubricPart, call: Callable[[], Awaitable[Scores]]) -> Scores:
-        """Make one call, and repeat it while it fails and retries are left."""
+        """Make one call of a component's workers, and repeat it with growing pauses while it fails and retries are
+        left. Return the last result."""
         pause_s, retries = FIRST_PAUSE_S, component.section.retries
         while True:
             start_s = self._clock.now()
@@ -177,7 +183,8 @@ class Rubric:
         )
 
     def _with_label(self, component: RubricPart, failure: str) -> str:
-        """Return a failure with the name of its component, if there are several."""
+        """Return the text of a ``failure`` with the name of its component in it, if there are several components; an
+        empty one stays empty."""
         if len(self._labels) == 1 or not failure:
             return failure
         reason, _, words = failure.partition(": ")
@@ -185,7 +192,7 @@ class Rubric:
 
 
 async def _gather(answers: Mapping[K, Coroutine[Any, Any, Scores]]) -> dict[K, Scores]:
-    """Wait for all answers at the same time."""
+    """Wait for all coroutines at the same time, and return their results by the same keys."""
     if len(answers) == 1:  # most runs have one reward: no task is made for each of its answers
         return {key: await answer for key, answer in answers.items()}
     async with asyncio.TaskGroup() as group:

@@ -25,7 +25,7 @@ NOT_COLUMNS = frozenset({"prompt", "completion", "completion_ids"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardSignature:
-    """The parameters of a reward function."""
+    """The parameters of a reward function, by which the scoring stage decides what to pass."""
 
     names: tuple[str, ...]
     """Every parameter that can be given by name."""
@@ -43,10 +43,11 @@ class RewardSignature:
 
     @property
     def _plural(self) -> bool:
+        """Return whether the function has a parameter that is given for all completions of a group."""
         return bool({"prompts", "completion_ids"} & set(self.names))
 
     def takes(self, name: str) -> bool:
-        """Return whether a value of that name can be passed."""
+        """Return whether a value of that name, such as a column of the row, can be passed."""
         return self.takes_any or name in self.names
 
     def wants(self, name: str) -> bool:
@@ -55,7 +56,8 @@ class RewardSignature:
         return name in self.names or (self.takes_any and self.by_group)
 
     def passed(self, *, by_turn: bool) -> tuple[str, ...]:
-        """Return the names of the arguments, other than columns of the row, that the function can be passed."""
+        """Return the names of the arguments, other than columns of the row, that the function can be passed.
+        ``by_turn`` says that it scores single turns."""
         if self.by_group:
             return OF_A_GROUP
         return (*OF_ONE, *OF_A_TURN) if by_turn else OF_ONE
@@ -65,8 +67,8 @@ class RewardSignature:
         return self.required - set(self.passed(by_turn=by_turn))
 
     def refuse_form(self, function: str, *, by_turn: bool = False) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` for a function that is not a reward function, or cannot score
-        turns where it has to."""
+        """Raise :class:`~headrace.base.errors.EnvError` for a function that is not a reward function, or that scores
+        groups where ``by_turn`` asks for single turns. ``function`` is its name."""
         if self.positional:
             raise EnvError(
                 f"reward function {function} takes {self.positional[0]!r} by position alone, and rewards are called "
@@ -85,8 +87,9 @@ class RewardSignature:
             )
 
     def refuse_missing(self, function: str, columns: Collection[str], *, by_turn: bool) -> None:
-        """Raise :class:`~headrace.base.errors.EnvError` for a parameter that is neither one of ``columns`` nor
-        passed."""
+        """Raise :class:`~headrace.base.errors.EnvError` if a required parameter gets no value: it is neither among
+        ``columns``, those of the rows, nor an argument that every reward function is passed. ``function`` is the
+        function's name."""
         missing = sorted(self.columns(by_turn=by_turn) - set(columns))
         if not missing:
             return
@@ -152,7 +155,7 @@ def signature_in(path: Path, name: str) -> RewardSignature | None:
 
 
 def _bound(node: ast.AST) -> set[str]:
-    """Return the names to which a statement assigns."""
+    """Return the names that a node of the syntax tree binds by itself: a definition, an assigned name, or an import."""
     match node:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
             return {node.name}

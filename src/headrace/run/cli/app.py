@@ -1,4 +1,4 @@
-"""The program as a whole: its verbs, and the printing of errors."""
+"""The program ``headrace`` as a whole: its verbs (commands such as ``headrace train``), and the printing of errors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def root(
 
 
 def main() -> None:
-    """Run the program. An error of the project is printed with its remedy, and the exit code is then 1; after Ctrl-C
-    it is 130."""
+    """Run the program ``headrace`` with the arguments of this process. An error of Headrace's own classes is printed
+    with its remedy, and the exit code is then 1; after Ctrl-C it is 130."""
     with whole_output():
         try:
             app(prog_name="headrace")

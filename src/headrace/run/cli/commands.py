@@ -28,7 +28,8 @@ GROUPS = (BEGIN, USE, LOOK, PLAN)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verb:
-    """A verb of the program. Its name is that of its row or entry point."""
+    """A verb of the program, such as ``train`` in ``headrace train``. Its name is that of its row in :data:`COMMANDS`
+    or of its entry point."""
 
     run: Callable[..., None] | typer.Typer
     """A function whose parameters are the arguments and options, as typer reads them; or a program with verbs of its
@@ -42,6 +43,8 @@ class Verb:
 
 
 def _problem(made: Any) -> str | None:
+    """Return what is wrong with ``made``, which a package has registered as a verb, as the end of a sentence; ``None``
+    where it is a :class:`Verb`."""
     return None if isinstance(made, Verb) else f"is a {type(made).__name__}, and not a headrace.extend.Verb"
 
 
@@ -62,10 +65,12 @@ COMMANDS = Registry[Verb](
 
 
 class VerbGroup(TyperGroup):
-    """The group of all verbs. Each is imported only when it is run, or when ``--help`` lists it."""
+    """The group of all verbs, as the typer program ``headrace`` asks for them. A verb is imported only when it is run,
+    or when ``--help`` lists it."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the names in the order of ``--help``; a verb that cannot be imported comes last."""
+        """Return the names of all verbs in the order of ``--help``: by group, by place in the group, and by name; a
+        verb that cannot be imported comes last. typer calls it; ``ctx`` is not used."""
         places: dict[str, tuple[int, int]] = {}
         for name in COMMANDS:
             try:
@@ -77,9 +82,10 @@ class VerbGroup(TyperGroup):
         return sorted(places, key=lambda name: (places[name], name))
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the verb ``cmd_name``, or ``None`` where there is none.
+        """Return the verb ``cmd_name`` as a command of typer, or ``None`` where there is none. typer calls it; ``ctx``
+        is not used.
 
-        A verb that cannot be imported is listed with the reason, and refused with it when it is run.
+        For a verb that cannot be imported, the command shows the reason in ``--help`` and as an error when it is run.
         """
         if cmd_name not in COMMANDS:
             return None
@@ -95,11 +101,11 @@ class VerbGroup(TyperGroup):
 
     @commands.setter
     def commands(self, value: object) -> None:
-        """The verbs come from the registry alone."""
+        """Ignore ``value``, which typer assigns when it creates the group: the verbs come from the registry alone."""
 
 
 def _as_command(name: str, verb: Verb) -> Any:
-    """Return a verb as a command of typer."""
+    """Return ``verb`` as a command of typer with the name ``name``, to be run or listed in the group of all verbs."""
     program = typer.Typer(rich_markup_mode="rich", add_completion=False, pretty_exceptions_enable=False)
     if isinstance(verb.run, typer.Typer):
         program.add_typer(verb.run, name=name, rich_help_panel=verb.group)
@@ -110,9 +116,11 @@ def _as_command(name: str, verb: Verb) -> Any:
 
 
 def _broken(error: ConfigError) -> Verb:
-    """Return a verb that raises ``error`` when it is run, in place of one that cannot be imported."""
+    """Return a verb that takes the place of one that cannot be imported: ``--help`` shows the reason, and running it
+    raises ``error``, the error of the import."""
 
     def refuse() -> None:
+        """Raise the error of the import."""
         raise error
 
     return Verb(run=refuse, group="Cannot be used", help=error.problem.replace("[", "\\["))

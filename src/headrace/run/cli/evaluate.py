@@ -1,4 +1,8 @@
-"""``headrace eval``: measure a model on the held-out rows."""
+"""``headrace eval``: measure a model on the held-out rows.
+
+Each row is attempted several times. avg@n is the mean reward over n attempts, pass@k the probability that at least one
+of k attempts passes, pass^k that all of them do. A *harness* is an evaluation program of another library.
+"""
 
 from __future__ import annotations
 
@@ -72,13 +76,18 @@ def evaluate(
     if out is None and where.is_dir():
         directory = where / directory.name
     elsewhere = RemoteEndpoint(url=url, model=served, token=token) if url else None
-    measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, elsewhere=elsewhere)
+    measures = Measures(ks=ks, pass_reward=pass_reward, directory=directory, max_pages=pages, running_engine=elsewhere)
     result = measure(run_file_of(where), overrides=[*overrides, *given], measures=measures, on_progress=starting)
     print_json(result) if as_json else _show(result)
 
 
 def _leave_to_harness(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
-    """Run the harness, if there is one, and exit with its code. Refuse options that would have no effect."""
+    """Run the evaluation harness of another library, such as lm-eval, if the user has named one, and exit with its
+    code; return if not. ``where`` is the run, and ``arguments`` are passed to the harness.
+
+    ``read_here`` are the options of this command, by name, which a harness does not read. Raises
+    :class:`~headrace.base.errors.ConfigError` for one that is given, and for arguments without a harness.
+    """
     if not harness and arguments:
         raise ConfigError(f"{arguments[0]!r} is for a harness, and there is none", remedy="name one: --harness lm-eval")
     if not harness:
@@ -92,7 +101,8 @@ def _leave_to_harness(harness: str, where: Path, arguments: Sequence[str], read_
 
 
 def _show(result: Evaluation) -> None:
-    """Print the figures of an evaluation."""
+    """Print the result of an evaluation: warnings, a line of totals, a table of avg@n, pass@k and pass^k with their
+    intervals, and the path of the pages."""
     out = console()
     for warning in result.warnings:
         out.print(f"warning: {readable(warning)}", style="yellow")
@@ -111,6 +121,7 @@ def _show(result: Evaluation) -> None:
 
 
 def _interval(estimate: IntervalEstimate) -> str:
+    """Return the 95 % interval of an estimate as text; a dash where it has none."""
     if estimate.low is None or estimate.high is None:
         return "–"
     return f"{estimate.low:.4f} to {estimate.high:.4f}"

@@ -1,4 +1,8 @@
-"""``headrace init``: write a first run file, from options or by questions on a terminal."""
+"""``headrace init``: write a first run file, from options or by questions on a terminal.
+
+A *run file* (TOML) names the model, the rows (the data of the tasks) and the reward. A *held-out* row is one that is
+not trained on and measures what is learned.
+"""
 
 from __future__ import annotations
 
@@ -70,10 +74,11 @@ def init(
 def _option_or_answer(
     given: str, option: str, question: str, find: Callable[[str], T], default: str | None = None
 ) -> T:
-    """Return ``find`` of an option's value.
+    """Return what ``find`` makes of ``given``, the value of a command-line option. ``find`` raises an error for a value
+    that it does not accept.
 
-    Without a value, ask ``question`` on the terminal until ``find`` accepts the answer. Raises
-    :class:`~headrace.base.errors.ConfigError` where there is no terminal.
+    Without a value, ask ``question`` on the terminal, with ``default`` as the answer for Enter, until ``find`` accepts
+    the answer. Raises :class:`~headrace.base.errors.ConfigError`, which names ``option``, where there is no terminal.
     """
     if given:
         return find(given)
@@ -87,13 +92,16 @@ def _option_or_answer(
 
 
 def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
-    """Return the reward and a description of it. Where the choice is ``file``, write ``reward.py``."""
+    """Return the reward that the user chooses, by the option ``given`` or by an answer on the terminal, and a
+    description of it: ``file.py:function``, or a built-in reward that fits the columns of ``rows``. Where the choice is
+    ``file``, write an example to ``path``. ``answers`` names the column of the expected answer; empty: look for it."""
     from headrace.run.session.first_run import check_reward, fitting_rewards, own_rewards, write_reward
 
     fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
-        """Return the reward that an answer chooses, by name, by number or by reference, and how to show that."""
+        """Return the reward that the user's ``answer`` chooses, and the text that describes it. The answer is the name
+        or the number of a reward that fits the rows, or ``file.py:function``."""
         by_number = dict(zip(map(str, range(1, len(fitting) + 1)), fitting, strict=True))
         choice = fitting.get(by_number.get(answer, answer))
         if choice is None:
@@ -124,7 +132,8 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
 
 
 def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
-    """Return the lines that say why no reward is offered, and which functions of the user could be one."""
+    """Return the lines that tell the user why no built-in reward is offered for ``rows``, and which functions in the
+    Python files of ``directory``, ``own``, could be the reward."""
     columns = ", ".join(rows.columns)
     return [
         f"no column of the rows ({columns}) is known to hold an expected answer or tests, so the reward has to be a "
@@ -134,15 +143,17 @@ def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[st
 
 
 def _answer_column(reward: str, rows: Data, given: str) -> str:
-    """Return the column of the expected answer; empty where the reward needs none.
+    """Return the column of the expected answer: ``given``, or one found by its name; empty where ``reward``, the value
+    of ``--reward``, needs none or the user names none.
 
-    Where it is needed and not found, ask for it on the terminal, or raise :class:`~headrace.base.errors.ConfigError`
-    without one.
+    Where it is needed and not found, ask for it on the terminal; without a terminal, raise
+    :class:`~headrace.base.errors.ConfigError`.
     """
     from headrace.run.session.first_run import TESTS, answer_column
 
     def find(column: str) -> str:
-        """Return the column. Raises :class:`~headrace.base.errors.ConfigError` if the rows do not have it."""
+        """Return ``column``. Raises :class:`~headrace.base.errors.ConfigError` if the rows do not have it, or if its
+        name cannot be the parameter of a function."""
         if column not in rows.columns or not column.isidentifier():
             raise ConfigError(
                 f"no reward is given, and no column of the rows ({', '.join(rows.columns)}) is "
@@ -169,7 +180,8 @@ def _held_out(rows: Data) -> Path | None:
         return None
 
     def find(answer: str) -> Path | None:
-        """Return the path of the held-out rows after a check; ``None`` if there shall be none."""
+        """Return the path of the file of held-out rows that the user has answered, after a check that it can be read;
+        ``None`` for the answer ``none``."""
         if answer == NONE:
             return None
         path = Path(answer).expanduser()
@@ -181,6 +193,7 @@ def _held_out(rows: Data) -> Path | None:
 
 
 def _yes_or_no(holds: bool) -> str:
+    """Return ``yes`` where ``holds`` is true, else ``no``."""
     return "yes" if holds else "no"
 
 

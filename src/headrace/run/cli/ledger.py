@@ -1,4 +1,8 @@
-"""``headrace ledger``: show what became of every group, episode and token."""
+"""``headrace ledger``: show what became of every group, episode and token.
+
+The *ledger* is the durable record of a run. Its books *balance* (conservation) if every group, episode and token that
+was submitted is trained, dropped for a known reason, or in flight.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +46,8 @@ def ledger(
 
 
 def _show(book: Ledger, as_json: bool) -> bool:
-    """Print the counts, ages and lengths in a ledger. Return whether the books balance."""
+    """Print the counts, the ages of trained tokens and the lengths of episodes in the ledger ``book``, as tables or
+    with ``as_json`` as JSON. Return whether the books balance."""
     from headrace.control.metrics.summary import ledger_summary
     from headrace.flow.ledger.survivors import survivors
 
@@ -71,7 +76,8 @@ def _show(book: Ledger, as_json: bool) -> bool:
 
 
 def _show_books(out: Console, conservation: Conservation) -> None:
-    """Print how many groups, episodes and tokens were trained, dropped and are in flight."""
+    """Print two tables to ``out``: how many groups, episodes and tokens were submitted, trained and dropped and are in
+    flight, and how many were dropped for each reason."""
     rows = table("conservation", "", "submitted", "trained", "dropped", "in flight", "balance")
     units: dict[str, UnitCounts] = {
         "groups": conservation.groups,
@@ -92,7 +98,8 @@ def _show_books(out: Console, conservation: Conservation) -> None:
 
 
 def _show_survivors(out: Console, bias: Survivors) -> None:
-    """Print how the lengths of trained episodes differ from those of all episodes."""
+    """Print to ``out`` how the lengths of trained episodes differ from those of all submitted ones, in tokens, and
+    whether a statistical test finds that training favours some lengths (survivor bias)."""
     rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
     rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
     rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
@@ -107,7 +114,8 @@ def _show_survivors(out: Console, bias: Survivors) -> None:
 
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
-    """Train the recorded batches again, and print how far the weights agree. Return whether all of them do."""
+    """Train a fresh learner on the batches that the ledger ``book`` of the run in ``run_dir`` has recorded, and print
+    which versions of the weights agree with the run's. Return whether all of them do."""
     from headrace.run.observe.words import plural
     from headrace.run.session.replaying import replay
 

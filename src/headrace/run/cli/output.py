@@ -1,4 +1,5 @@
-"""The output of the verbs: console, errors, JSON and tables."""
+"""The output of the verbs: console, errors, JSON and tables. A *verb* is a command of the program, such as ``headrace
+train``; ``headrace.run.cli`` has one file for each."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from headrace.base.errors import HeadraceError, NothingBegun, visible
+from headrace.base.errors import HeadraceError, StoppedAtStart, visible
 from headrace.base.lasting import redirect_to_null
 
 VISIBLE = "every user of this machine can read the arguments of its programs"
@@ -26,12 +27,14 @@ VISIBLE = "every user of this machine can read the arguments of its programs"
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on standard output, or standard error, that reads no markup in the text it prints."""
+    """Return a ``rich`` console on standard output, or with ``stderr`` on standard error. It takes text as it stands,
+    without markup or emoji codes, and does not wrap long lines."""
     return Console(stderr=stderr, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def starting(doing: str) -> None:
-    """Print on standard error what a verb starts to do: before imports that take seconds, and at each stage."""
+    """Print on standard error that a verb starts ``doing`` something, such as ``reading run.toml``: before imports that
+    take seconds, and at each stage. The verb continues where this cannot be printed."""
     try:
         console(stderr=True).print(f"{readable(doing)} ...", style="dim")
     except OSError:  # a full disk, or a terminal that is gone: the verb continues without this output
@@ -39,7 +42,8 @@ def starting(doing: str) -> None:
 
 
 def complain(error: HeadraceError) -> None:
-    """Print the problem and the remedy of an error on standard error."""
+    """Print the problem and the remedy of ``error`` on standard error, for the user; do nothing if that cannot be
+    written."""
     err = console(stderr=True)
     with suppress(OSError):  # its terminal may be gone
         err.print("error: ", style="bold red", end="")
@@ -55,7 +59,8 @@ def readable(text: str) -> str:
 
 
 def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
-    """Print a report as text or as JSON, and exit with code 1 unless it is ``ok``."""
+    """Print the report of a check, as text or with ``as_json`` as JSON, and exit with code 1 where ``ok`` is false: a
+    check has failed."""
     if as_json:
         print_json({"ok": ok, **msgspec.to_builtins(report)})
     else:
@@ -64,30 +69,33 @@ def end_with_findings(report: object, *, ok: bool, as_json: bool) -> None:
         raise typer.Exit(1)
 
 
+HUNG_UP = 128 + signal.SIGHUP
+"""The exit code of a run that ended because its terminal was closed."""
+
+
 @contextmanager
-def resumable(command: str) -> Iterator[None]:
-    """Print the ``command`` that continues a run, if there is one, and exit with code 130, where the run in this
-    context is ended at once: by a second Ctrl-C, or by a signal while it starts."""
+def resumable(command: str, begun: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Handle the immediate end of a run that is started in this context: by a second Ctrl-C, or by a signal while it
+    starts. Then print ``command``, the command line that continues the run, and exit with code 130 (:data:`HUNG_UP`
+    for SIGHUP). ``begun`` returns whether there is anything to continue by then."""
     try:
         yield
     except KeyboardInterrupt as stopped:
         lines = [str(stopped) or "stopped"]
-        if isinstance(stopped, NothingBegun):
-            lines.append("nothing was begun: the same command starts it again")
-        elif command:
-            lines.append(continued_by(command))
+        lines.append(continued_by(command) if begun() else "there is nothing to continue: the same command starts anew")
         sys.stderr.write("".join(f"{line}\n" for line in lines))
-        raise typer.Exit(130) from None
+        hung_up = isinstance(stopped, StoppedAtStart) and stopped.signal_name == "SIGHUP"
+        raise typer.Exit(HUNG_UP if hung_up else 130) from None
 
 
 def continued_by(command: str) -> str:
-    """Return the line that says with which command a stopped run continues."""
+    """Return the line for the user that names ``command``, the command line that continues a stopped run."""
     return f"continue {readable(command)}"
 
 
 def command_line(*words: str) -> str:
-    """Return the command line, as a shell reads it, that calls this program with ``words``: as the user has called it,
-    unless a shell finds it by its name alone."""
+    """Return the command line, quoted for a shell, that calls this program with the arguments ``words``. It begins with
+    ``headrace`` where a shell finds the program by that name, and otherwise as the user has called it."""
     program = [sys.argv[0]]
     if Path(program[0]).name == "__main__.py":
         program = [sys.executable, "-m", "headrace"]
@@ -97,14 +105,16 @@ def command_line(*words: str) -> str:
 
 
 def this_command(*more: str) -> str:
-    """Return the command line of this process with the words ``more`` at its end."""
+    """Return the command line of this process, quoted for a shell, without ``--resume`` and with the arguments ``more``
+    at its end."""
     return command_line(*(word for word in sys.argv[1:] if word != "--resume"), *more)
 
 
 def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
-    """Return the directory of a run whose settings say ``run_dir``, and the command that continues it there.
+    """Return the directory of the run that this command starts, and the command line that continues the run there.
 
-    Where they say nothing, a new directory is chosen, whose name begins with ``prefix``, and the command names it.
+    ``run_dir`` is the setting ``run.dir``. Where it is empty, a new directory is chosen, whose name begins with
+    ``prefix``, and the command line names it.
     """
     from headrace.base.clock import RealClock
     from headrace.run.session.directory import choose_directory
@@ -113,19 +123,17 @@ def resuming(run_dir: str, *, prefix: str = "") -> tuple[str, str]:
     return directory, this_command(*(() if run_dir else ("--set", f"run.dir={directory}")), "--resume")
 
 
-HUNG_UP = 128 + signal.SIGHUP
-"""The exit code of a run that ended in order because its terminal was closed."""
-
-
 def leave_if_hung_up(stopped_by: str) -> None:
-    """Exit with :data:`HUNG_UP` where SIGHUP stopped the run, so that a calling script can tell and resume it."""
+    """Exit with the code :data:`HUNG_UP` if the run was stopped by SIGHUP, so that a calling script can tell and resume
+    it. ``stopped_by`` is the name of the signal that stopped the run; empty where none did."""
     if stopped_by == "SIGHUP":
         raise typer.Exit(HUNG_UP)
 
 
 @contextmanager
 def whole_output() -> Iterator[None]:
-    """Exit with code 1 and one line on standard error where standard output cannot be written.
+    """Run the body of the context, the whole program, and exit with code 1 and one line on standard error if standard
+    output cannot be written.
 
     Nothing is printed where standard output is a pipe whose reader has gone (``| head -1``), as other programs do.
     """
@@ -145,7 +153,7 @@ def whole_output() -> Iterator[None]:
 
 
 def _refuses_writes(stream: TextIO) -> bool:
-    """Return whether a write to the file behind ``stream`` fails."""
+    """Return whether a write to the file behind ``stream`` fails. To find out, an empty line is written to it."""
     try:
         os.write(stream.fileno(), b"\n")
     except (OSError, ValueError):
@@ -159,7 +167,8 @@ def print_json(value: Any) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """Return a plain table. The first column is aligned as text, the others as numbers."""
+    """Return an empty table without borders, to which the caller adds rows. ``columns`` are the headings; the first
+    column is aligned to the left, for text, and the others to the right, for numbers."""
     made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
     for index, column in enumerate(columns):
         made.add_column(column, justify="left" if index == 0 else "right")

@@ -1,4 +1,8 @@
-"""``headrace status``: show the state of a run and of its processes."""
+"""``headrace status``: show the state of a run and of its processes.
+
+The controller of a run writes its present state once a second to ``status.json`` in the run directory, the *status
+file*, and at its end a summary. A run whose controller has ended without a summary was killed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ def status(
     run_dir: Path = typer.Argument(help="The run's directory."),
     as_json: bool = typer.Option(False, "--json", help="Print the state as JSON."),
 ) -> None:
-    """Show every process of a run, its state and version, and who waits for whom."""
+    """Show every process of a run, its state and version, and what each part waits for."""
     starting(f"reading {run_dir}")
     found = look(run_dir)
     if as_json:
@@ -53,10 +57,10 @@ def status(
 
 
 def _state(pid: int, recorded: str) -> str:
-    """Return the state of a process of this machine: ended or stopped where the system says so, else the one in
-    ``recorded``.
+    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the system says so,
+    else ``recorded``, the state in the run's status file.
 
-    The status file may be out of date, since a controller that is stopped or killed does not renew it.
+    That file may be out of date, since a controller that is stopped or killed does not renew it.
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
@@ -66,8 +70,9 @@ def _state(pid: int, recorded: str) -> str:
 
 
 def look(run_dir: Path) -> dict[str, Any]:
-    """Return the state of the run in ``run_dir``: the content of its status file, checked against the processes that
-    live.
+    """Return the state of the run in ``run_dir``, as ``headrace status --json`` prints it: the content of its status
+    file, checked against the processes that are alive, with the run's state (``running``, ``killed``, or how it ended)
+    and its verdict.
 
     Raises :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting.
     """
@@ -78,7 +83,10 @@ def look(run_dir: Path) -> dict[str, Any]:
 
     last = read_status(run_dir)
     if last is None and is_held(run_dir):
-        raise DataError(f"{run_dir} has no status yet: its parts are starting", remedy="look again in a few seconds")
+        raise DataError(
+            f"{run_dir} has no status yet: {_starting_words(run_dir)}",
+            remedy="let a stopped process continue; else look again in a few seconds",
+        )
     if last is None and (run_dir / LOCK_FILE).exists():
         raise DataError(
             f"the run in {run_dir} ended before its parts had started",
@@ -119,8 +127,21 @@ def look(run_dir: Path) -> dict[str, Any]:
     }
 
 
+def _starting_words(run_dir: Path) -> str:
+    """Return in words why a run that is starting has no status yet: its controller or a child process of it is stopped,
+    for example by Ctrl-Z, or else its parts are starting."""
+    from headrace.flow.ledger.opening import LOCK_FILE
+    from headrace.launch.local_process import halted_below
+
+    written = (run_dir / LOCK_FILE).read_bytes()
+    holder = int(written) if written.isdigit() else 0  # empty for a moment after the lock is taken, or damaged
+    halted = halted_below({holder})
+    return f"its controller (pid {holder}) {halted[holder]}" if halted else "its parts are starting"
+
+
 def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """Return the newest verdict of the run; empty where it has none yet."""
+    """Return the newest verdict on the run's bottleneck, in words: that of ``summary``, the summary of a run that has
+    ended, or else that of its live state; empty where there is none yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:

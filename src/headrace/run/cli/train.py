@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from headrace.run.session.config import RunConfig
     from headrace.run.session.prepare import Prepared
 
+# a recipe holds the settings with which a run behaves like a known system
 LIKE_HELP = "Take the settings that the run file leaves open from a recipe: --like areal (see: headrace recipes)."
 SET_HELP = "Override a setting: --set learner.lr=1e-6 (repeat for more)."
 
@@ -63,15 +64,22 @@ def train(
         with opened_recording(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return
+    if as_json:
+        config = load_config(config, ["observe.view=none"])
+    _train(config, replay=replay, resume=resume, as_json=as_json)
+
+
+def _train(config: RunConfig, *, replay: Path | None, resume: bool, as_json: bool) -> None:
+    """Train by ``config``, and print the summary, with ``as_json`` as JSON. ``resume`` continues the run in its
+    directory; ``replay`` is the directory of a run to repeat, ``None`` for a run of its own."""
+    from headrace.flow.ledger.opening import has_ledger
     from headrace.run.observe.words import plural
     from headrace.run.session import train as run
 
     compile_ahead(config.model, config.engine)
-    if as_json:
-        config = load_config(config, ["observe.view=none"])
     directory, again = resuming(config.run.dir)
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
-    with resumable(again):
+    with resumable(again, lambda: has_ledger(Path(directory))):
         summary = run(config, resume=resume, replay=replay or "")
     if as_json:
         print_json(summary)
@@ -84,7 +92,8 @@ def train(
 
 
 def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: bool) -> None:
-    """Print the text of a dry run: what will happen, the changed settings, and with ``defaults`` all settings."""
+    """Print the text of a dry run: a description of the run, the settings that differ from their defaults, and with
+    ``defaults`` all settings; with ``as_json`` only the settings, as JSON."""
     if as_json:
         print_json(config.model_dump(mode="json"))
         return
@@ -99,7 +108,8 @@ def _show(prepared: Prepared, config: RunConfig, *, defaults: bool, as_json: boo
 
 
 def compile_ahead(model: ModelConfig, engine: EngineConfig) -> None:
-    """Start to compile the kernels of the engine in the background, where it uses some that are not compiled yet."""
+    """Start to compile the CPU kernels of the engine in the background, where this run uses some that are not compiled
+    yet, so that they are ready sooner when the engine starts."""
     from headrace.models.devices import AUTO, CPU
 
     if engine.fuses and model.dtype == "float32" and engine.device in (AUTO, CPU):
@@ -117,7 +127,7 @@ def show_summary(summary: Summary, again: str) -> None:
     out.print()
     out.print(f"{summary.status} after {plural(summary.steps, 'step')}", style="bold")
     if summary.versions and summary.versions[0] > 0:  # the books below are of all lives
-        out.print(f"continued at step {summary.versions[0]}: times, tokens and ages are those since then")
+        out.print(f"continued at step {summary.versions[0]}: times, tokens, ages and mismatch are those since then")
     for name, figure in _figures(summary):
         out.print(f"  {name:<28} {figure}")
     if summary.verdict:
@@ -136,7 +146,7 @@ def show_summary(summary: Summary, again: str) -> None:
 
 
 def _figures(summary: Summary) -> list[tuple[str, str]]:
-    """Return the names and values of the figures that are printed at the end of a run."""
+    """Return the names and values, as text, of the figures that are printed at the end of a run."""
     from headrace.run.observe.words import duration, number, percent, plural
 
     gap, groups = summary.commit_gap_ms, summary.ledger.groups

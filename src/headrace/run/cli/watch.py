@@ -1,4 +1,5 @@
-"""``headrace watch``: show a run that is still running in another process."""
+"""``headrace watch``: show a run that is still running in another process. That process writes the picture's content,
+its present state, once a second to ``live.json`` in the run directory."""
 
 from __future__ import annotations
 
@@ -40,20 +41,22 @@ def watch(
 
 
 async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
-    """Show the state of the run again and again, until it ends."""
+    """Call ``show`` with the present state of the run every :data:`RENEWED_S`, until the run ends, and a last time
+    then."""
     import asyncio
 
     from headrace.run.cli.status import look
 
     while look(run_dir)["state"] == "running":
-        show(_read(run_dir))
+        show(_present(run_dir))
         await asyncio.sleep(RENEWED_S)
     show(_present(run_dir))
 
 
 def _present(run_dir: Path) -> LiveState:
-    """Return the last state that the run has written; for a run that has ended, with the way it ended as its phase,
-    and without loops at work."""
+    """Return the last state that the run has written, adapted to what the system says of its processes. If its
+    controller is stopped, a warning says so; if the run has ended, the phase is how it ended, such as ``finished`` or
+    ``killed``, and no loop is shown at work."""
     import msgspec
 
     from headrace.run.cli.status import look
@@ -62,13 +65,19 @@ def _present(run_dir: Path) -> LiveState:
     state = _read(run_dir)
     if read_status(run_dir) is None:  # a run that starts writes its status after this state
         return state
-    ended = look(run_dir)["state"]
-    return state if ended == "running" else msgspec.structs.replace(state, phase=ended, waits=())
+    found = look(run_dir)
+    if found["state"] != "running":
+        return msgspec.structs.replace(state, phase=found["state"], waits=())
+    controller = found["components"][0]
+    if not controller["state"].startswith("stopped"):
+        return state
+    words = f"the controller is {controller['state']}: what is shown here is older"
+    return msgspec.structs.replace(state, warnings=(*state.warnings, words))
 
 
 def _read(run_dir: Path) -> LiveState:
-    """Return the present state of the run. Raises :class:`~headrace.base.errors.DataError` where it has not written
-    one."""
+    """Return the present state of the run as it last wrote it to ``live.json``, which it does every second. Raises
+    :class:`~headrace.base.errors.DataError` where there is none, or where it cannot be decoded."""
     import msgspec
 
     from headrace.base.errors import DataError

@@ -1,7 +1,7 @@
 """The account of a run: the record of where its time and tokens went, which the verdict reads.
 
-The same function makes the account of a whole run from its files and, step by step, that of a run that is still
-running."""
+A *span* is what one part did between two moments; its *lane* names the part, such as ``learner``. The same function
+makes the account of a whole run from its files and, step by step, that of a run that is still running."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ second."""
 def account_of(
     spans: Sequence[Span], steps: Sequence[StepRecord], within: Interval, known: Iterable[str] = ()
 ) -> Account:
-    """Return the account of the interval ``within``, from its spans and from the steps that ended in it.
+    """Return the account of the interval ``within`` (start and end in seconds of the spans' clock): times from its
+    ``spans``, token counts and the rest from ``steps``, the records of the optimizer steps that ended in it.
 
-    The wasted tokens are those of the last step, which counts them since the run was started. ``known`` is passed to
-    :func:`~headrace.run.observe.trace.account`.
+    Generated and wasted tokens are those of the last step, which counts them since the run was started. ``known``
+    names lanes that exist, although they may have no span in the interval.
     """
     turned = [step for step in steps if "turns_s" in step.metrics]
     return msgspec.structs.replace(
@@ -52,14 +53,15 @@ LONG_S = 5.0
 
 
 class Accountant:
-    """An observer that keeps the account of a run that is still running. The spans of a step are added once all have
-    arrived.
+    """An observer that keeps the account of a run that is still running, for its live view and its summary.
 
-    Its memory does not grow with the length of the run: it keeps the spans of about two steps.
+    A step is added to the account once all spans of its time have arrived, which is some time after its end; until then
+    it is pending. Memory for spans does not grow with the length of the run: those of about two steps are kept.
     """
 
     def __init__(self, settings: VerdictSettings = UNKNOWN) -> None:
-        """Start an empty account. ``settings`` are those of the run on which the advice depends."""
+        """Start an empty account. ``settings`` are the values of the run's settings that the verdict's advice names;
+        by default none is known."""
         self._settings = settings
         self._spans: list[Span] = []
         self._lanes: set[str] = set()
@@ -76,8 +78,8 @@ class Accountant:
         self._waited: list[float] = []
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Keep the spans until their time is added. Those of episodes are united first, since there are thousands of
-        them."""
+        """Keep the spans until their time is added to the account. The spans of episodes, of which there are thousands,
+        are first merged into their union, since only the time in which any episode ran is needed."""
         kept = [span for span in spans if span.lane != EPISODES]
         episodes = union((span.start_s, span.end_s) for span in spans if span.lane == EPISODES)
         kept += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
@@ -85,10 +87,11 @@ class Accountant:
         self._spans += kept
 
     def event(self, event: Event) -> None:
-        """Do nothing: this observer has no use for events."""
+        """Do nothing: an account does not depend on events."""
 
     def step(self, record: StepRecord) -> None:
-        """Keep a step that has ended, and add the steps before it whose spans have all arrived."""
+        """Receive the record of a step that has ended: note its rate of training and its share of waiting, add the
+        earlier steps whose spans have all arrived to the account, and keep this one as pending."""
         if self._closed_s is None:
             self._closed_s = record.clock_s - record.seconds - record.wait_s
         before = self._pending[-1].clock_s if self._pending else self._closed_s
@@ -102,10 +105,11 @@ class Accountant:
         self._newest = record
 
     def update(self, state: LiveState) -> None:
-        """Do nothing: this observer has no use for the present state."""
+        """Do nothing: :meth:`with_account` receives the present state and returns it with the account."""
 
     def usage(self, usage: Usage) -> None:
-        """Add the processor time that the run's processes used during some seconds of training."""
+        """Add the processor time that the run's processes used between two readings, both in training, to the
+        account."""
         self._total += Account(
             observed_s=usage.seconds,
             processors_s=usage.processors_s,
@@ -114,16 +118,22 @@ class Accountant:
         )
 
     def total(self) -> Account:
-        """Return the account up to the end of the last step, as far as its spans have arrived."""
+        """Return the account from the wait for the first batch to the end of the last step. All pending steps are added
+        first, so a span that arrives later is not counted: call it at the end of the run."""
         self._add_steps(list(self._pending))
         return self._total
 
     def verdict(self) -> str:
-        """Return the verdict on :meth:`total`, in words; empty before the first step."""
+        """Return the verdict on the account of :meth:`total`, which names the bottleneck of the run, in words; empty
+        before the first step."""
         return str(judge(self.total(), self._settings)) if self.total().seconds else ""
 
     def with_account(self, state: LiveState) -> LiveState:
-        """Return ``state`` with the account so far, the verdict on it, and the rates of the steps."""
+        """Return a copy of the run's present ``state`` with the account so far, the verdict on it, and two values for
+        each step: the tokens trained per second, and the share of its time in which the learner waited.
+
+        The present step is part of the account only where no step has ended for :data:`LONG_S` seconds of training.
+        """
         so_far = self._total
         newest = self._newest
         if newest is not None and state.phase == "training" and state.wall_s - newest.wall_s >= LONG_S:
@@ -137,9 +147,11 @@ class Accountant:
         )
 
     def _present(self, state: LiveState, newest: StepRecord) -> Account:
-        """Return the account of the time after the last added step, which is most of the time where steps are long.
+        """Return the account of the time since the last step that was added, up to :data:`LATE_S` before now.
 
-        The learner's spans arrive at the end of its step. Until then it counts as working, unless it waits for a batch.
+        ``newest`` is the step that ended last; ``state``, the present state of the run, says how long ago that was. The
+        learner's spans arrive only at the end of its step: until then the learner counts as working, unless ``state``
+        says that it waits for a batch.
         """
         assert self._closed_s is not None
         now_s = newest.clock_s + state.wall_s - newest.wall_s
@@ -155,7 +167,8 @@ class Accountant:
         )
 
     def _add_steps(self, steps: list[StepRecord]) -> None:
-        """Add the first of the pending steps, all at once."""
+        """Add ``steps`` to the account as one interval, which begins where the account ends, and forget their spans.
+        ``steps`` are the first of the pending steps, in order; nothing happens if there are none."""
         if not steps:
             return
         assert self._closed_s is not None

@@ -1,4 +1,8 @@
-"""The advice of a verdict: which settings to change, by the bound of the run and by the settings that it has."""
+"""The advice of a verdict: which settings to change, by the bound of the run and by the settings that it has.
+
+The *bound* is the bottleneck of a run, which the verdict names. An *account* is the record of where the time of the
+run went. Each function returns a sentence or two for the user.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from headrace.base.types.weights import Interrupt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictSettings:
-    """The settings that advice names, with their values. ``None`` means unknown, or chosen by the run itself."""
+    """The values of a run's settings that advice names, so that it can say what to raise or lower and from what.
+    ``None`` means that the value is unknown, or that the run chooses it itself."""
 
     max_age: int | None = None
     """``flow.max_age``, in versions."""
@@ -21,21 +26,22 @@ class VerdictSettings:
     capacity: int | None = None
     """``flow.capacity``, in groups."""
     group_size: int | None = None
-    """``flow.group_size``."""
+    """``flow.group_size``: the number of episodes in a group."""
     groups_per_step: int | None = None
-    """``flow.groups_per_step``."""
+    """``flow.groups_per_step``: the number of groups in the batch of one step."""
     max_new_tokens: int | None = None
-    """``engine.max_new_tokens``."""
+    """``engine.max_new_tokens``: the longest completion, in tokens."""
     reward_workers: int | None = None
-    """``env.reward_workers``; ``None`` also where no reward is a function of the user."""
+    """``env.reward_workers``, the number of processes that compute rewards; ``None`` also where no reward is a function
+    of the user."""
     env_workers: int | None = None
-    """``env.workers``."""
+    """``env.workers``, the number of processes that run environments."""
     engines: int | None = None
-    """``engine.count``."""
+    """``engine.count``: the number of engines."""
     engine_threads: int | None = None
-    """``launch.engine_threads``; where the run file leaves it unset, half of the processors."""
+    """``launch.engine_threads``, the processors of the engine; where the run file leaves it unset, half of all."""
     learner_threads: int | None = None
-    """``launch.learner_threads``; where the run file leaves it unset, half of the processors."""
+    """``launch.learner_threads``, the processors of the learner; where the run file leaves it unset, half of all."""
     processors: int | None = None
     """The number of processors that the run's processes may use."""
     on_cpu: bool = False
@@ -52,9 +58,11 @@ UNKNOWN = VerdictSettings()
 
 
 def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
-    """Return the settings in a resolved configuration, given as a tree.
+    """Return the settings for a verdict's advice from ``config``, the resolved settings of a run as a tree of sections.
+    A setting that the tree lacks is ``None``.
 
-    ``processors`` and ``on_cpu`` describe the machine of the run, as in :class:`VerdictSettings`.
+    ``processors`` is the number of processors that the run's processes may use, ``None`` where it is not known, and
+    ``on_cpu`` is true where an engine or the learner computes on them.
 
     >>> found = settings_of({"flow": {"max_age": 2, "lead": None}})
     >>> found.max_age, found.lead, found.engine_threads
@@ -85,19 +93,19 @@ def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_
 
 
 def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of the configuration; empty where it is missing."""
+    """Return the section ``name`` of the settings ``config``; empty where it is missing or is no section."""
     found = config.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
 def _count(value: object) -> int | None:
-    """Return ``value`` where it is an integer, else ``None``."""
+    """Return the value of a setting where it is an integer (true and false are none), else ``None``."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
 def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
-    """Return a sentence or two with the names and the values of the settings to change; empty where there is no
-    advice."""
+    """Return advice against the bottleneck ``bound``: a sentence or two with the names and the present values of the
+    settings to change; an empty string where there is no advice. ``account`` says where the time went."""
     match bound:
         case Bound.GENERATION:
             return _engine(settings)
@@ -129,6 +137,8 @@ def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
             return _sync(account, settings)
         case Bound.LEDGER:
             return "Put run.dir on a faster disk."
+        case Bound.STOPPED:
+            return "Find out what stops it (Ctrl-Z, a debugger, kill -STOP): the run's events name it."
         case Bound.TEACHERS:
             more = "Give the teachers' engines more to compute with."
             return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
@@ -144,8 +154,8 @@ def _now(value: int | None) -> str:
 
 
 def _run_further_ahead(settings: VerdictSettings) -> str:
-    """Return how generation can run further ahead of training; empty where it cannot, or where the settings are not
-    known."""
+    """Return the advice to let generation run further ahead of training, by ``flow.max_age`` or ``flow.lead``; an empty
+    string where engine and learner share a device, or where these settings are not known."""
     age, lead = settings.max_age, settings.lead
     if settings.alternating or age is None or lead is None:
         return ""
@@ -167,15 +177,16 @@ BUSY_SHARE = 0.7
 
 
 def _scoring(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for slow rewards. A scoring worker has one call at a time, whether that computes or waits."""
+    """Return the advice for a run that waits for rewards: more scoring workers, since each makes one call at a time, or
+    faster rewards."""
     count = settings.reward_workers
     more = f"Raise env.reward_workers{_now(count)}, or make the reward faster." if count else "Make the rewards faster."
     return " ".join(filter(None, [more, _run_further_ahead_if_idle(account, settings)]))
 
 
 def _sync(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a slow sync. Versions travel one after the other: where the sync is always busy, a
-    larger lead does not help."""
+    """Return the advice for a run that waits for the weight sync. Versions are sent one after the other: where the sync
+    is nearly always busy, letting generation run further ahead does not help, so fewer steps are advised."""
     less = "Send less with each version (sync.codec), or another way (sync.transport)."
     if account.of_time(account.lanes_s.get("sync", 0.0)) < BUSY_SHARE:
         return " ".join(filter(None, [less, _run_further_ahead_if_idle(account, settings)]))
@@ -184,7 +195,7 @@ def _sync(account: Account, settings: VerdictSettings) -> str:
 
 
 def _environment(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for slow environments.
+    """Return the advice for a run that waits for its environments.
 
     A worker runs many episodes at once. More workers help where they compute all the time; where the episodes wait for
     a web page or a timer, more episodes at once help.
@@ -198,12 +209,14 @@ def _environment(account: Account, settings: VerdictSettings) -> str:
 
 
 def _run_further_ahead_if_idle(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice to run further ahead where the engine is idle for more than half of the time, else nothing."""
+    """Return the advice to let generation run further ahead where the engine is idle for more than half of the time,
+    else an empty string."""
     return _run_further_ahead(settings) if account.engine_idle > 0.5 else ""
 
 
 def _stragglers(settings: VerdictSettings) -> str:
-    """Return the advice for a run that waits for the last episodes of each batch."""
+    """Return the advice for a run that waits for the last, longest episodes of each batch: run further ahead, train
+    groups in the order in which they are ready, or shorten the tail."""
     ready = " Set flow.order = 'ready_first'." if settings.order == "strict" else ""
     tail = (
         f"Cut the tail: lower engine.max_new_tokens{_now(settings.max_new_tokens)}, or start more episodes than "
@@ -213,14 +226,15 @@ def _stragglers(settings: VerdictSettings) -> str:
 
 
 def _threads(settings: VerdictSettings) -> tuple[int, int, int] | None:
-    """Return the processors of the engine, of the learner and of the machine; ``None`` unless both compute on one
-    machine's processors."""
+    """Return the numbers of processors of the engine, of the learner, and of all that the run may use; ``None`` where
+    no part computes on processors, or where a number is not known. Advice then names devices instead."""
     engine, learner, total = settings.engine_threads, settings.learner_threads, settings.processors
     return (engine, learner, total) if settings.on_cpu and engine and learner and total else None
 
 
 def _engine(settings: VerdictSettings) -> str:
-    """Return the advice for a run that waits for tokens."""
+    """Return the advice for a run that waits for tokens of the engine: more processors or engines, or shorter
+    answers."""
     less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
@@ -236,7 +250,7 @@ def _engine(settings: VerdictSettings) -> str:
 
 
 def _learner(settings: VerdictSettings) -> str:
-    """Return the advice for a run whose learner works all the time."""
+    """Return the advice for a run whose learner works nearly all the time: more devices or processors for it."""
     threads = _threads(settings)
     if threads is None:
         return "Spread the learner over more devices (learner.parallel)."
@@ -251,7 +265,7 @@ def _learner(settings: VerdictSettings) -> str:
 
 
 def _controller(settings: VerdictSettings) -> str:
-    """Return the advice for a run whose controller works all the time."""
+    """Return the advice for a run whose controller, which starts episodes and assembles batches, is the bottleneck."""
     return (
         "The controller is one thread, with work for every episode and turn, however short. A "
         f"faster processor helps, or fewer episodes for a step (flow.groups_per_step{_now(settings.groups_per_step)}, "
@@ -260,13 +274,15 @@ def _controller(settings: VerdictSettings) -> str:
 
 
 OWN_SHARE = 0.6
-"""The share of the used processors below which other programs count as the cause of waiting for processors."""
+"""The share of the processors used by the run below which other programs count as the cause of waiting for
+processors."""
 WHOLE_SHARE = 0.8
-"""The share above which the run alone does."""
+"""The share of the processors used by the run from which on the run alone counts as the cause."""
 
 
 def _processors(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run whose processes wait for processors."""
+    """Return the advice for a run whose processes wait for processors (CPUs). It depends on how much of them the run
+    itself uses: where it is little, other programs are the cause."""
     if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     if account.processors_s < WHOLE_SHARE * account.observed_s:
@@ -283,7 +299,8 @@ def _processors(account: Account, settings: VerdictSettings) -> str:
 
 
 def _advice_for_alternating(settings: VerdictSettings) -> str:
-    """Return the advice for a run whose engine and learner work one after the other."""
+    """Return the advice for a run whose engine and learner work in turn, each waiting for the other: separate devices
+    where they share one, else letting generation run ahead."""
     if settings.alternating:
         return (
             "They share a device (sync.interrupt = 'sleep'), so that only one of them can work: give each its own "
@@ -293,7 +310,8 @@ def _advice_for_alternating(settings: VerdictSettings) -> str:
 
 
 def _nothing(account: Account) -> str:
-    """Return the two parts that take most of each step, since no single change helps."""
+    """Return a sentence for a run without a single bottleneck, which names the two parts that take most of the
+    learner's time."""
     parts = {cause: account.learner_waits(cause) for cause in Cause} | {Cause.LEARNER: 1 - account.learner_idle}
     first, second = sorted(parts, key=lambda cause: -parts[cause])[:2]
     return f"No single change will help much: {_PART_WORDS[first]} and {_PART_WORDS[second]} take most of each step."
@@ -308,6 +326,7 @@ _PART_WORDS = {
     Cause.TEACHERS: "the wait for teachers",
     Cause.SYNC: "the wait for weights",
     Cause.LEDGER: "the wait for the ledger's disk",
+    Cause.STOPPED: "the time in which a process is stopped",
     Cause.NOBODY: "the time in which no part works",
 }
 """The words for each part of a step."""

@@ -1,4 +1,4 @@
-"""Settings of the display of a run."""
+"""The settings of what a run shows and records for people, the section ``[observe]`` of a run file."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from headrace.run.observe.writers import WriterConfig
 
 
 class ObserveConfig(Section):
-    """The display of a run while it runs, and the files it leaves for people."""
+    """The settings of the section ``[observe]``: the display of a run while it runs, its alarms, and the metrics and
+    the report that it writes for people."""
 
     view: Literal["auto", "plain", "none"] = "auto"
     """``auto``: a live picture on a terminal, one line per step elsewhere; ``plain``: always lines; ``none``: no

@@ -1,7 +1,7 @@
 """Append-only files of records: one JSON object per line, unbuffered; and the observer that writes those of a run.
 
-A killed process leaves whole lines and at most one torn one at the end. The reader skips it; the writer cuts it off
-before it appends, so that it never ends up glued to the next record.
+A *record* is a ``msgspec`` struct. A killed process leaves whole lines and at most one torn line at the end, which
+lacks its line break. The reader skips it; the writer cuts it off before it appends the next record.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ R = TypeVar("R", bound=msgspec.Struct)
 
 
 class JsonlWriter(Generic[R]):
-    """Appends records to one file; opening it cuts off a torn last line.
+    """A writer that appends records of one class to one file, each as a line of JSON. Opening the file cuts off a torn
+    last line.
 
     >>> import tempfile
     >>> from headrace.base.types.trace import Span
@@ -46,7 +47,8 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file. Raises :class:`~headrace.base.errors.RunError` where it cannot be written."""
+        """Open the file to append to it; a missing one is created. Raises :class:`~headrace.base.errors.RunError` where
+        it cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
@@ -69,17 +71,18 @@ class JsonlWriter(Generic[R]):
             raise self._refused(error) from None
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Everything is written already."""
         self._file.close()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Close the file, however the context ends."""
         self.close()
 
     def _refused(self, error: OSError) -> RunError:
-        """Return the error for a file that cannot be written."""
+        """Return the error to raise where opening or writing the file failed with ``error``."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room on that disk and make the run directory writable, then continue with --resume",
@@ -87,11 +90,12 @@ class JsonlWriter(Generic[R]):
 
 
 def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None = None) -> list[R]:
-    """Return every record of the file. A torn last line, as a killed or a running process leaves it, is skipped.
+    """Return every record of the file, in order; each line is decoded as a ``kind``, the class of the records. A torn
+    last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` with the file and the line where another line, or the only one, is
-    not a ``kind``. With ``skipped`` all such lines are left out instead, and it is called once with a message about
-    them.
+    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read, and, with the number of the line,
+    where any other line, or the only one, cannot be decoded. With ``skipped``, lines that cannot be decoded are left
+    out instead, and ``skipped`` is called once with a message about them.
     """
     try:
         data = path.read_bytes()
@@ -119,7 +123,8 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
 
 
 def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list[StepRecord]:
-    """Return the steps that count, in order. Errors are those of :func:`read_jsonl`.
+    """Return the records of the optimizer steps in ``path``, a ``metrics.jsonl``, one for each step, in order.
+    ``skipped`` and errors are those of :func:`read_jsonl`.
 
     A run that was resumed from a checkpoint wrote some steps again; the later line of a step replaces the earlier one
     and all steps after it.
@@ -133,7 +138,8 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Cut off what follows the last line break of the file."""
+    """Truncate the file after its last line break, so that a torn last line is removed. A missing file is left
+    alone."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -160,25 +166,27 @@ class Recorder:
     """
 
     def __init__(self, run_dir: Path) -> None:
+        """Open the files in ``run_dir`` to append to them; a resumed run continues its old files."""
         self._metrics = JsonlWriter[StepRecord](run_dir / METRICS_FILE)
         self._trace = JsonlWriter[Span](run_dir / TRACE_FILE)
         self._events = JsonlWriter[Event](run_dir / EVENTS_FILE)
         self._live = run_dir / LIVE_FILE
 
     def step(self, record: StepRecord) -> None:
-        """Append a line of metrics."""
+        """Append the record of an optimizer step to ``metrics.jsonl``."""
         self._metrics.write([record])
 
     def event(self, event: Event) -> None:
-        """Append an event."""
+        """Append an event to ``events.jsonl``."""
         self._events.write([event])
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Append the spans to the trace."""
+        """Append the spans to ``trace.jsonl``."""
         self._trace.write(spans)
 
     def update(self, state: LiveState) -> None:
-        """Replace ``live.json`` at once, so that a reader sees the old or the new state."""
+        """Replace ``live.json`` by the present state of the run. The replacement is atomic: another process reads the
+        old or the new state, never a part of one."""
         temporary = self._live.with_name(f".{LIVE_FILE}.tmp")
         try:
             temporary.write_bytes(msgspec.json.encode(state))
@@ -188,7 +196,7 @@ class Recorder:
             raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the three files that lines are appended to."""
         for file in (self._metrics, self._trace, self._events):
             file.close()
 
@@ -196,4 +204,5 @@ class Recorder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Close the files, however the context ends."""
         self.close()

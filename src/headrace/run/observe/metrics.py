@@ -1,4 +1,7 @@
-"""The metrics of a step by the names of the registry, for writers, charts and alarms."""
+"""The metrics of an optimizer step by their names, for writers, charts and alarms.
+
+The *registry* is the table of all metrics: name, unit, meaning, and how the values of several steps become one.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,9 @@ _BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_
 
 
 def flat(record: StepRecord) -> dict[str, float]:
-    """Return every metric of a step by its name. Metrics that were not measured are left out.
+    """Return every metric of a step by its name, such as ``reward_mean`` or ``age/0``: the fields of the record that
+    are numbers, its histograms and counts by label, and the metrics of the loss. A metric that is ``None``, because it
+    was not measured, is left out.
 
     >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, ages={0: 8})
     >>> {name: value for name, value in flat(record).items() if value}
@@ -34,7 +39,8 @@ def flat(record: StepRecord) -> dict[str, float]:
 
 
 def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
-    """Return every metric over all steps, combined as its row in the registry says."""
+    """Return one value for each metric over all ``steps``, by its name: their sum, mean, maximum or last value, as the
+    registry says. Steps that did not measure a metric do not count for it."""
     values: dict[str, list[float]] = {}
     for record in steps:
         for name, value in flat(record).items():
@@ -43,7 +49,7 @@ def over_run(steps: Sequence[StepRecord]) -> dict[str, float]:
 
 
 def table() -> str:
-    """Return the registry as a Markdown table, for the document."""
+    """Return the registry of all metrics as a Markdown table, one row for each, for the documents."""
     rows = [f"| `{row.name}` | {row.unit or '–'} | {row.how} | {row.what}. |" for row in REGISTRY]
     return "\n".join(["| metric | unit | over steps | meaning |", "|---|---|---|---|", *rows, ""])
 

@@ -1,4 +1,7 @@
-"""The trace of a run for OpenTelemetry: every span is sent to a collector by OTLP over HTTP."""
+"""The trace of a run for OpenTelemetry: every span is sent to a collector by OTLP over HTTP.
+
+A *span* is what one part of the run did between two moments; its *lane* names that part, such as ``engine-1``.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +20,8 @@ AT_ONCE = 512
 
 
 def send_trace(run: RunData, url: str) -> int:
-    """Send the spans since the run was last started to ``url`` (a collector's ``http://HOST:4318/v1/traces``). Return
-    their number.
+    """Send the spans of ``run`` to the collector at ``url``, such as ``http://HOST:4318/v1/traces``. Return how many
+    were sent.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the packages are missing or the collector refuses the spans,
     and :class:`~headrace.base.errors.DataError` for a run without a step, whose clock is not known.
@@ -36,8 +39,8 @@ def send_trace(run: RunData, url: str) -> int:
 
 
 def export(run: RunData, exporter: SpanExporter, where: str) -> int:
-    """Pass the spans to ``exporter``, some hundreds at a time, and return their number. Errors are those of
-    :func:`send_trace`; ``where`` names the collector in them."""
+    """Pass the spans of ``run`` to ``exporter``, at most :data:`AT_ONCE` in one request, and return their number.
+    Errors are those of :func:`send_trace`; ``where`` names the collector in them."""
     from opentelemetry.sdk.trace.export import SpanExportResult
 
     steps = run.session
@@ -54,7 +57,8 @@ def export(run: RunData, exporter: SpanExporter, where: str) -> int:
 
 
 def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
-    """Yield the spans as OpenTelemetry has them. ``offset_s`` is the difference between its clock and the run's."""
+    """Yield the spans of ``run`` as spans of OpenTelemetry, all in one new trace, with a service for each lane.
+    ``offset_s`` is added to their times, which are seconds of the machine's clock, to make them seconds since 1970."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
@@ -79,7 +83,8 @@ def _spans(run: RunData, offset_s: float) -> Iterator[Any]:
 
 
 def _attributes(span: Span) -> dict[str, str | int]:
-    """Return the attributes of a span: its lane, and its step and episode where it has them."""
+    """Return the attributes of a span for OpenTelemetry: its lane, and its step and its episode where it has them. A
+    step of −1 means that it has none."""
     attributes: dict[str, str | int] = {"headrace.lane": span.lane}
     if span.step >= 0:
         attributes["headrace.step"] = span.step

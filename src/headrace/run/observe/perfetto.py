@@ -1,7 +1,9 @@
 """The trace of a run for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``, in the Trace Event Format.
 
-Every lane is a process, every track of it a thread: spans that overlap, as episodes do, stand side by side. Queues,
-throughput and reward are counters. Times are microseconds since the first span.
+A *span* is what one part of the run did between two moments; its *lane* names the part. Perfetto shows processes with
+threads: every lane becomes a process (``pid``), and its spans are placed on threads (``tid``), called *tracks* here,
+so that spans that overlap, as episodes do, stand side by side. Queues, throughput and reward are counters. Times are
+microseconds since the first span.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from headrace.run.observe.rundata import RunData
 from headrace.run.observe.trace import is_wait
 
 Event = dict[str, Any]
-"""One event of the Trace Event Format."""
+"""One event of the Trace Event Format: its ``ph`` is M for a name, X for a span and C for a counter."""
 
 COUNTERS = {
     "groups": ("queue/running", "queue/ready"),
@@ -35,7 +37,8 @@ _FIRST = ("engine", "learner", "sync", "scoring", "rollout")
 
 
 def write_trace(run: RunData, path: Path) -> int:
-    """Write the spans of ``run`` to ``path``, compressed where it ends in ``.gz``. Return the number of events.
+    """Write the trace of ``run`` to ``path`` as JSON for Perfetto, compressed where ``path`` ends in ``.gz``. Return
+    the number of events, which are spans, counters and names of rows.
 
     Raises :class:`~headrace.base.errors.DataError` where the run has no trace, and
     :class:`~headrace.base.errors.RunError` where ``path`` cannot be written.
@@ -51,7 +54,7 @@ def write_trace(run: RunData, path: Path) -> int:
 
 
 def _write(file: gzip.GzipFile | BinaryIO, all_events: Iterable[Event]) -> int:
-    """Write the events as one JSON object, and return their number."""
+    """Write the events to ``file`` as one JSON object, one event in a line, and return their number."""
     encoder = msgspec.json.Encoder()
     file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
     num = 0
@@ -63,7 +66,8 @@ def _write(file: gzip.GzipFile | BinaryIO, all_events: Iterable[Event]) -> int:
 
 
 def events(run: RunData) -> Iterator[Event]:
-    """Yield every event of the trace. The events of one track are in the order of their start."""
+    """Yield every event of the trace of ``run``, which must have a span: lane by lane, the spans of each track in the
+    order of their start, and then the counters."""
     zero_s = min(span.start_s for span in run.spans)
     lanes: dict[str, list[Span]] = {}
     for span in run.spans:
@@ -79,13 +83,15 @@ def events(run: RunData) -> Iterator[Event]:
 
 
 def _rank(lane: str) -> int:
-    """Return the position of a lane among the lanes."""
+    """Return the sort key of a lane: its position in :data:`_FIRST` by its name without a number (``engine-1`` counts
+    as ``engine``); lanes that are not there come last."""
     first = lane.partition("-")[0]
     return _FIRST.index(first) if first in _FIRST else len(_FIRST)
 
 
 def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
-    """Return a span as an event; times are relative to ``zero_s``."""
+    """Return a span as an event on the track ``tid`` of the lane ``pid``. ``zero_s`` is the start of the first span of
+    the trace, on the spans' clock; the event's times are microseconds since then."""
     arguments: Mapping[str, Any] = {"step": span.step, "of": str(span.of or "")}
     return {
         "ph": "X",
@@ -100,7 +106,8 @@ def _slice(span: Span, pid: int, tid: int, zero_s: float) -> Event:
 
 
 def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
-    """Yield the counters of every step."""
+    """Yield the metrics of :data:`COUNTERS` after every step since the run was last started, as counters of a process
+    ``metrics`` with the id ``pid``. ``zero_s`` is the start of the first span, on the spans' clock."""
     yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": "metrics"}}
     for record in run.session:
         numbers = flat(record)
@@ -112,7 +119,8 @@ def _counters(run: RunData, pid: int, zero_s: float) -> Iterator[Event]:
 
 
 def tracks(spans: Sequence[Span]) -> list[list[Span]]:
-    """Return the spans of a lane on as few tracks as possible. On each track one span ends before the next begins.
+    """Return the spans of one lane divided into tracks, as few as possible. The spans of a track are in order and do
+    not overlap.
 
     >>> spans = [Span(lane="rollout", name="episode", start_s=s, end_s=e) for s, e in ((0, 3), (1, 2), (3, 4))]
     >>> [[(span.start_s, span.end_s) for span in track] for track in tracks(spans)]

@@ -1,4 +1,4 @@
-"""The report that a run leaves, written by a registered function."""
+"""The report that a run leaves: its dashboard as one HTML file, which a registered function writes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from headrace.base.errors import RunError
 from headrace.base.plugins import Registry
 
 REPORTS: Registry[Callable[[Path], Path]] = Registry(group="headrace.reports", setting="report")
-"""Functions that write a page about a run into its directory. The dashboard registers ``page``, so that the core
-does not import it."""
+"""Functions that write a page about a run into its directory and return the path of the page. The dashboard registers
+``page``, so that the core does not import it."""
 
 
 def write_report(run_dir: Path) -> Path:

@@ -1,4 +1,9 @@
-"""The data of a run, read from the files of its directory as far as they can be read."""
+"""The data of a run, read from the files of its directory as far as they can be read, for reports and the dashboard.
+
+A *life* of a run is the time from one start or resumption to its end; a resumed run has several. The *spans* of the
+event trace say what each part did when. An *account* is the record of where the time of an interval went, and the
+*verdict* names the bottleneck that follows from it.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +30,18 @@ from headrace.run.observe.verdict import judge
 from headrace.run.observe.words import plural
 
 SUMMARY_FILE = "summary.json"
+"""The file in a run directory with the figures of the run, written at its end."""
 CONFIG_FILE = "config.json"
+"""The file in a run directory with the resolved settings of the run."""
 
 R = TypeVar("R")
 
 
 def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
-    """Return the steps of each life of a run, in order. A run that is started or resumed begins a new life, with new
-    clocks.
+    """Return the records of the steps of a run, divided into its lives, in order. A new life begins where one of the
+    two clocks of a record is lower than in the record before, since a resumption starts them anew.
 
-    A run without a step has no life.
+    A life without a step is not seen, so the result is empty for a run without a step.
     """
     found: list[list[StepRecord]] = []
     for step in steps:
@@ -46,19 +53,20 @@ def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
 
 
 def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
-    """Return the steps since the run was last started or resumed."""
+    """Return the records of the steps since the run was last started or resumed; none if it has no step."""
     return lives(steps)[-1] if steps else []
 
 
 def clock_resets(steps: Sequence[StepRecord]) -> int:
-    """Return how often the spans' clock stood lower after a resumption: on another machine, or after a restart of
-    the machine."""
+    """Return the number of resumptions after which the spans' clock was lower than before: on another machine, or after
+    a restart of the machine. Spans before and after such a resumption have no common time axis."""
     sessions = lives(steps)
     return sum(later[0].clock_s < earlier[-1].clock_s for earlier, later in pairwise(sessions))
 
 
 def note_on_resumption(steps: list[StepRecord]) -> str:
-    """Return a note on which steps the figures of a resumed run cover; empty where the run has had one life."""
+    """Return a note for readers of a report on which ``steps`` the figures of a resumed run cover; an empty string if
+    all steps are of one life."""
     last = len(last_life(steps))
     if last == len(steps):
         return ""
@@ -71,13 +79,19 @@ def note_on_resumption(steps: list[StepRecord]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """A run as its directory holds it. A file that is missing or damaged leaves its field empty, and a note."""
+    """The data of one run as :func:`load_run` has read it from the files of its directory. A file that is missing or
+    damaged leaves its field empty, and a note. What follows from several files is computed when it is first used."""
 
     directory: Path
+    """The directory of the run."""
     steps: list[StepRecord]
+    """The records of all steps that count, from ``metrics.jsonl``, in order; of all lives of the run."""
     spans: list[Span]
+    """The event trace, from ``trace.jsonl``, of all lives of the run, ordered by start."""
     summary: dict[str, Any]
+    """The content of ``summary.json``."""
     config: dict[str, Any]
+    """The resolved settings, from ``config.json``, as a tree of sections."""
     live: dict[str, Any] = field(default_factory=dict)
     """The last ``live.json``."""
     events: list[Event] = field(default_factory=list)
@@ -87,13 +101,15 @@ class RunData:
 
     @cached_property
     def session(self) -> list[StepRecord]:
-        """Return the steps since the run was last started: see :func:`last_life`."""
+        """Return the records of the steps since the run was last started or resumed, in order; none if there are
+        none."""
         return last_life(self.steps)
 
     @cached_property
     def loop(self) -> Interval:
-        """Return the interval from the start of the wait for the session's first batch to the end of its last step,
-        on the spans' clock."""
+        """Return the interval, in seconds of the spans' clock, from the start of the wait for the first batch since the
+        run was last started to the end of its last step. Without a step it is the interval of all spans; without
+        those it is (0, 0)."""
         steps = self.session
         if steps:
             return steps[0].clock_s - steps[0].seconds - steps[0].wait_s, steps[-1].clock_s
@@ -103,8 +119,8 @@ class RunData:
 
     @cached_property
     def account(self) -> Account | None:
-        """Return the account of the session: the one that the run wrote last, or else one made from the trace;
-        ``None`` without either."""
+        """Return the account of the run since it was last started: the one that it wrote last into its summary or live
+        state, or else one made from the trace; ``None`` without any of them."""
         recorded = recorded_account(self.summary) or recorded_account(self.live)
         if recorded is not None or not self.spans or self.loop[0] >= self.loop[1]:
             return recorded
@@ -112,8 +128,8 @@ class RunData:
 
     @cached_property
     def verdict(self) -> str:
-        """Return the verdict in words: the one that the run wrote last, or else one made from the trace; empty
-        before the first step and without a trace."""
+        """Return the verdict in words: the one that the run wrote last into its summary or live state, or else one made
+        from :attr:`account`; an empty string before the first step or without an account."""
         recorded = next((str(tree["verdict"]) for tree in (self.summary, self.live) if tree.get("verdict")), "")
         if recorded or not self.steps or self.account is None:
             return recorded
@@ -121,30 +137,33 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """Return the name that people give the run: see :func:`run_name`."""
+        """Return the name of the run for people: the setting ``run.name``, or else the name of its directory."""
         return run_name(self.directory, self.config)
 
     def setting(self, section: str, key: str) -> Any:
-        """Return a value of the resolved configuration; ``None`` where it has none."""
+        """Return the value of the setting ``section.key`` of the run; ``None`` where the resolved settings lack it, as
+        those of an older version may."""
         table = self.config.get(section)
         return table.get(key) if isinstance(table, dict) else None
 
     @cached_property
     def figures(self) -> dict[str, Any]:
-        """Return the summary; for keys that it lacks, the values that follow from steps and trace."""
+        """Return the figures of the run by their names in ``summary.json``: its values, and for keys that it lacks,
+        as where the run has not ended, the values that follow from steps and account."""
         computed = observed(self.steps, self.steps[-1].wall_s if self.steps else 0.0)
         return {**computed, **({} if self.account is None else self.account.figures()), **self.summary}
 
     def measured(self, key: str) -> float | None:
-        """Return one number of the figures; ``None`` where there is none."""
+        """Return the figure ``key`` of :attr:`figures` as a number; ``None`` where it is missing or is no number."""
         value = self.figures.get(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def run_name(directory: Path, config: Mapping[str, Any]) -> str:
-    """Return the name of the run in ``directory``: ``run.name``, or the name of the directory.
+    """Return the name of the run in ``directory`` for people: the setting ``run.name`` in ``config``, or else the name
+    of the directory.
 
-    A directory that is called ``run`` is named with the directory above it.
+    A directory that is called ``run`` or ``model`` is named with the directory above it.
 
     >>> run_name(Path("/runs/sums/run"), {}), run_name(Path("/runs/sums"), {"run": {"name": "first try"}})
     ('sums/run', 'first try')
@@ -155,8 +174,8 @@ def run_name(directory: Path, config: Mapping[str, Any]) -> str:
 
 
 def run_about(config: Mapping[str, Any]) -> str:
-    """Return the model, the rows and the reward or environment of a run in one line; empty where its settings have
-    none.
+    """Return what a run trains in one line, from its settings ``config``: its model, its data file, and its
+    environment or reward function. What the settings lack is left out.
 
     >>> run_about({"model": {"path": "/m/Qwen3-0.6B"}, "data": {"path": "/d/sums.jsonl"}, "env": {"reward": "/r.py:f"}})
     'Qwen3-0.6B · sums.jsonl · r.py:f'
@@ -169,7 +188,8 @@ def run_about(config: Mapping[str, Any]) -> str:
 
 
 def _short_name(path: Path) -> str:
-    """Return the name of a path, with the directory above it where the name alone says nothing."""
+    """Return the last part of a path, with the directory above it where that part is a name like ``run``, which alone
+    says nothing (:data:`_UNTELLING_NAMES`)."""
     return f"{path.parent.name}/{path.name}" if path.name in _UNTELLING_NAMES and path.parent.name else path.name
 
 
@@ -178,8 +198,9 @@ _UNTELLING_NAMES = ("run", "model")
 
 
 def load_run(run_dir: Path) -> RunData:
-    """Read the run in ``run_dir``. Raises :class:`~headrace.base.errors.DataError` where it is not a directory, or
-    holds no file of a run."""
+    """Read the run in ``run_dir``, which may still be running, and return its data. A file that is missing or damaged
+    becomes a note in the result. Raises :class:`~headrace.base.errors.DataError` only where ``run_dir`` is not a
+    directory, or holds no file of a run."""
     names = (METRICS_FILE, TRACE_FILE, SUMMARY_FILE, CONFIG_FILE)
     if not run_dir.is_dir() or not any((run_dir / name).exists() for name in names):
         what = "holds no run" if run_dir.is_dir() else "is not a directory"
@@ -199,7 +220,8 @@ def load_run(run_dir: Path) -> RunData:
 
 
 def recorded_account(tree: Mapping[str, Any]) -> Account | None:
-    """Return the account in ``summary.json`` or ``live.json``; ``None`` where it has none, or one of no time."""
+    """Return the account in ``tree``, the content of ``summary.json`` or ``live.json``; ``None`` where it has none, or
+    one that cannot be read or covers no time."""
     try:
         account = msgspec.convert(tree.get("account") or {}, Account)
     except msgspec.ValidationError:
@@ -208,7 +230,8 @@ def recorded_account(tree: Mapping[str, Any]) -> Account | None:
 
 
 def _live(run_dir: Path) -> dict[str, Any]:
-    """Return the last ``live.json``; empty where it is missing or damaged, since no report depends on it."""
+    """Return the content of ``live.json``, the last present state that the run wrote; empty where the file is missing
+    or damaged, without a note, since no report depends on it."""
     try:
         return _tree(run_dir / LIVE_FILE)
     except DataError:
@@ -216,13 +239,15 @@ def _live(run_dir: Path) -> dict[str, Any]:
 
 
 def _events(run_dir: Path, notes: list[str]) -> list[Event]:
-    """Return the events of the run; a run of an older version has none."""
+    """Return the events of the run, and append a note to ``notes`` where the file is damaged. A run of an older version
+    of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
     return _read_or_note(lambda: read_jsonl(path, Event, notes.append), path, [], notes) if path.exists() else []
 
 
 def _read_or_note(read: Callable[[], R], path: Path, empty: R, notes: list[str]) -> R:
-    """Return the result of ``read``; where the file is missing or damaged, ``empty`` and a note."""
+    """Return the result of ``read``, which reads the file ``path``. Where the file is missing or damaged, append a note
+    about it to ``notes``, and return ``empty``."""
     if not path.exists():
         notes.append(f"{path.name} is not there{_MEANING.get(path.name, '')}")
         return empty
@@ -238,18 +263,21 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 
 
 def _valid_spans(spans: list[Span]) -> list[Span]:
-    """Return the spans that end after they start, by their start."""
+    """Return the spans ordered by their start, without those that end before they start, which a damaged file may
+    have."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
 def _settings(run_dir: Path) -> dict[str, Any]:
-    """Return the recorded settings, which must be as they were written."""
+    """Return the resolved settings of the run from ``config.json``. Raises an error where the file has changed since
+    the run wrote it, as its checksum shows, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
     return _tree(run_dir / CONFIG_FILE)
 
 
 def _tree(path: Path) -> dict[str, Any]:
-    """Return the JSON object in ``path``."""
+    """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
+    where the file cannot be read or holds something else."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

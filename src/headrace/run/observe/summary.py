@@ -1,4 +1,8 @@
-"""The part of ``summary.json`` that follows from the steps alone."""
+"""The part of ``summary.json`` that follows from the steps alone.
+
+The *version* of the weights is a number: step k makes version k + 1. The *age* of a trained token is the learner's
+version minus the version that sampled it. A *life* of a run is the time from one start or resumption to its end.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +17,9 @@ from headrace.base.types.observation import Event, StepRecord
 
 
 def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
-    """Return the median and the 99th percentile (linear between ranks) of commit gaps, in milliseconds; ``None``
-    without any.
+    """Return the median and the 99th percentile (linear between ranks) of commit gaps, in milliseconds; ``None`` for
+    both without any. A commit gap is the time, in seconds in ``gaps_s``, for which the engine stood still to take over
+    new weights.
 
     >>> commit_gap_ms([0.001, 0.002, 0.003])
     {'p50': 2.0, 'p99': 2.98}
@@ -25,7 +30,8 @@ def commit_gap_ms(gaps_s: Sequence[float]) -> dict[str, float | None]:
 
 
 def age_histogram(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
-    """Return the sum of histograms, by rising age.
+    """Return the sum of several histograms of token ages, in the order of rising age. Each maps an age, in versions, to
+    the number of trained tokens of that age.
 
     >>> age_histogram([{1: 5}, {0: 2, 1: 1}])
     {0: 2, 1: 6}
@@ -38,17 +44,18 @@ def age_histogram(histograms: Iterable[Mapping[int, int]]) -> dict[int, int]:
 
 
 _EVALUATED = re.compile(r"held-out mean reward (-?[0-9.]+) at version ([0-9]+)")
-"""The event that a controller writes after each evaluation."""
+"""The text of the event that the controller records after each evaluation: the mean reward and the version."""
 
 
 def evaluations(
     steps: Sequence[StepRecord], summary: Mapping[str, Any], events: Iterable[Event] = ()
 ) -> list[tuple[int, float]]:
-    """Return (version, mean held-out reward) of every evaluation in every life of a run, by version.
+    """Return (version, mean reward on held-out tasks) for every evaluation in all lives of a run, ordered by version.
+    ``steps`` are its records, ``summary`` is the content of ``summary.json``, and ``events`` are all its events.
 
-    The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``; it is read from
-    ``events``. Versions after the last step are left out: a life that was resumed from an older snapshot discarded
-    them.
+    The evaluation at the end of a life belongs to no step, and a later life replaces the ``summary``, so it is read
+    from ``events``. There, versions after the last step are left out: they were discarded when the run was resumed
+    from an older snapshot.
     """
     last = steps[-1].version if steps else 0
     recorded = [found for event in events if (found := _EVALUATED.fullmatch(event.text))]
@@ -70,7 +77,8 @@ def per_second(amount: float, seconds: float) -> float:
 def observed(steps: Sequence[StepRecord], wall_s: float) -> dict[str, Any]:
     """Return the keys of ``summary.json`` that follow from the steps.
 
-    ``wall_s`` is the time from the first rollout to the last step, in seconds. A number that no step has is ``None``.
+    ``steps`` are the records of all steps, and ``wall_s`` is the time from the first rollout to the last step, in
+    seconds. A number that no step has is ``None``.
     ``reward_first`` is the mean reward of the first step that has one, ``reward_last`` that of the last tenth of them;
     ``mismatch_kl`` is the mean over the steps that report it; ``exposed_sync_frac`` is the fraction of ``wall_s`` in
     which the learner was blocked by the sync.

@@ -1,7 +1,8 @@
-"""Charts as SVG text, for the pictures that verbs write: bars and points in panels with axes.
+"""Charts as SVG text, for the pictures that commands such as ``headrace plan`` write: bars and points in panels with
+axes.
 
-The dashboard draws its own charts in the browser. The colours are those of Okabe and Ito, which the colour-blind tell
-apart.
+Coordinates are in pixels from the upper left corner; y grows downwards. The dashboard draws its own charts in the
+browser. The colours are those of Okabe and Ito, which colour-blind people can tell apart.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ BLUE, ORANGE, GREEN, PURPLE, SKY, SLATE = "#0072b2", "#e69f00", "#009e73", "#cc7
 
 
 class Drawing:
-    """A picture of ``width`` by ``height`` pixels.
+    """A picture of ``width`` by ``height`` pixels. Each method adds a shape, and :meth:`svg` returns the whole as the
+    content of an SVG file.
 
     >>> drawing = Drawing(100, 50, "an example")
     >>> drawing.text(10, 20, "a < b")
@@ -26,7 +28,7 @@ class Drawing:
     """
 
     def __init__(self, width: float, height: float, label: str) -> None:
-        """Start an empty picture. ``label`` describes it for people who cannot see it."""
+        """Start an empty picture with a white background. ``label`` describes it for people who cannot see it."""
         self._head = (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
             f'height="{height:g}" role="img" aria-label="{_text(label)}" '
@@ -38,7 +40,8 @@ class Drawing:
     def text(
         self, x: float, y: float, words: str, *, anchor: str = "start", size: int = 12, color: str = FAINT
     ) -> None:
-        """Write ``words`` with their baseline at ``y``; ``anchor`` is start, middle or end."""
+        """Write ``words`` with their baseline at ``y``. ``anchor`` says which point of the text is at ``x``: ``start``,
+        ``middle`` or ``end``; ``size`` is the size of the font in pixels. Large text in the colour ``INK`` is bold."""
         weight = ' font-weight="600"' if color == INK and size > 12 else ""
         self._parts.append(
             f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{color}"{weight}>'
@@ -46,37 +49,41 @@ class Drawing:
         )
 
     def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
-        """Draw a grid line."""
+        """Draw a thin line of the grid, in a light grey, from ``x``, ``y`` to ``to_x``, ``to_y``."""
         self._parts.append(f'<path d="M{x:.1f} {y:.1f}L{to_x:.1f} {to_y:.1f}" stroke="{GRID}"/>')
 
     def bar(self, x: float, y: float, width: float, height: float, color: str) -> None:
-        """Draw a filled rectangle."""
+        """Draw a filled rectangle whose upper left corner is at ``x``, ``y``, such as the bar of a chart. A negative
+        width is drawn as 0."""
         self._parts.append(
             f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(0.0, width):.1f}" height="{height:.1f}" fill="{color}"/>'
         )
 
     def dot(self, x: float, y: float, color: str) -> None:
-        """Draw a point at ``x`` and ``y``."""
+        """Draw a filled circle, 4 pixels in radius, with its centre at ``x`` and ``y``: one point of a chart."""
         self._parts.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{color}" fill-opacity="0.85"/>')
 
     def legend(self, x: float, y: float, entries: Sequence[tuple[str, str]]) -> None:
-        """Write a legend in one row. Each entry is the words and their colour."""
+        """Write a legend in one row from ``x`` to the right, with its baseline at ``y``. Each entry is the words and
+        the colour of the square before them."""
         for words, color in entries:
             self.bar(x, y - 9, 10, 10, color)
             self.text(x + 15, y, words, size=11)
             x += 30 + 6.5 * len(words)
 
     def svg(self) -> bytes:
-        """Return the picture as the content of a file."""
+        """Return the whole picture as the content of an SVG file, in UTF-8."""
         return "\n".join([self._head, *self._parts, "</svg>\n"]).encode()
 
 
 class Panel:
-    """A part of a drawing with axes from 0 to ``most``, which maps values to pixels."""
+    """A rectangle of a drawing with an axis for each direction, which starts at 0. It converts values to pixels of the
+    drawing; the caller draws the bars and points itself."""
 
     def __init__(self, drawing: Drawing, box: tuple[float, float, float, float], most: tuple[float, float]) -> None:
-        """Draw the axes. ``box`` is left, top, width and height in pixels; ``most`` is the largest value of each
-        axis, and 0 draws no axis."""
+        """Draw the grid lines and numbers of both axes on ``drawing``. ``box`` is the left edge, top edge, width and
+        height in pixels; ``most`` is the largest value of the horizontal and of the vertical axis, and 0 draws no
+        axis."""
         self.left, self.top, self.width, self.height = box
         self._most = most
         for value in ticks(most[0]):
@@ -87,16 +94,18 @@ class Panel:
             drawing.text(self.left - 6, self.y(value) + 4, f"{value:,g}", anchor="end", size=11)
 
     def x(self, value: float) -> float:
-        """Return the horizontal pixel of a value."""
+        """Return the horizontal position of a value of the horizontal axis, in pixels of the drawing."""
         return self.left + value / (self._most[0] or 1.0) * self.width
 
     def y(self, value: float) -> float:
-        """Return the vertical pixel of a value."""
+        """Return the vertical position of a value of the vertical axis, in pixels of the drawing; larger values are
+        higher up."""
         return self.top + self.height * (1 - value / (self._most[1] or 1.0))
 
 
 def ticks(most: float) -> list[float]:
-    """Return round values from 0 to ``most``, about four of them.
+    """Return the values at which an axis from 0 to ``most`` has its grid lines: multiples of 1, 2 or 5 times a power of
+    ten, at most six of them; none where ``most`` is not above 0.
 
     >>> ticks(100), ticks(0.37), ticks(0)
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [0.0, 0.1, 0.2, 0.3], [])
@@ -109,5 +118,6 @@ def ticks(most: float) -> list[float]:
 
 
 def _text(words: str) -> str:
-    """Return ``words`` escaped, with control characters spelled out."""
+    """Return ``words`` escaped for SVG, on one line, with control characters spelled out, and cut after 200
+    characters."""
     return html.escape(visible(words, 200), quote=True)

@@ -1,4 +1,7 @@
-"""The memory and processor time that the processes of a run use."""
+"""The memory and processor time that the processes of a run use.
+
+A *part* is one process of the run with its role, such as ``scorer-1``; its *kind* is the role without the number.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,8 @@ Part = tuple[str, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """The processor time that the processes of a run used between two readings."""
+    """The processor time that the processes of a run used between two readings of :class:`SystemWatch`. All times are
+    in seconds."""
 
     seconds: float
     """The time between the readings."""
@@ -34,20 +38,24 @@ class Usage:
 
 @dataclass(slots=True, kw_only=True)
 class _Sample:
-    """The counters of one process at one reading."""
+    """The counters of one process at one reading, in seconds; the difference of two samples is what it used between
+    them."""
 
     at_s: float
-    """The time of the reading."""
+    """The time of the reading, on the clock of the watch."""
     used_s: float
     """The processor time of all its threads since it started."""
     queued_s: dict[str, float] = field(default_factory=dict)
-    """The time for which a thread was ready to run and had no processor, by thread."""
+    """The time since the start of each thread for which it was ready to run and had no processor, by the thread's id.
+    Empty on systems other than Linux."""
 
 
 class SystemWatch:
-    """Reads memory and processor time of the parts. Processes of one kind (``scorer-0``, ``scorer-1``) are added up."""
+    """The reader of the memory and the processor time of a run's processes, which the run calls every few seconds.
+    Processes of one kind (``scorer-0``, ``scorer-1``) are added up."""
 
     def __init__(self, run_dir: Path, clock: Clock) -> None:
+        """Prepare the first reading. ``run_dir`` is the run's directory, on whose disk the free space is measured."""
         self._run_dir = run_dir
         self._clock = clock
         self._processes: dict[int, psutil.Process] = {}
@@ -57,10 +65,13 @@ class SystemWatch:
         """The usage between the last two readings; ``None`` before the second."""
 
     def read(self, parts: Iterable[Part]) -> dict[str, float]:
-        """Return the memory ``memory/KIND`` of the parts in bytes, and the free disk space.
+        """Return metrics by name: the memory of each kind of process (``memory/KIND``) and the free space on the disk
+        of the run (``disk_free_bytes``), both in bytes. A process that has ended is left out.
 
-        From the second reading on, the result also has the usage since the last one: ``cpu/KIND`` in processors,
-        ``cpu_queued/KIND`` as a fraction, and ``cpu_used_frac``.
+        From the second reading on, the result also has the usage since the last one: ``cpu/KIND``, in processors;
+        ``cpu_queued/KIND``, the fraction of the time in which the thread of that kind that waited longest was ready to
+        run and had no processor; and ``cpu_used_frac``, the fraction of all processors that was used. :attr:`usage` is
+        renewed too.
         """
         memory: dict[str, float] = defaultdict(float)
         cpu: dict[str, float] = defaultdict(float)
@@ -93,13 +104,14 @@ class SystemWatch:
         return {**memory, **cpu, **shares, "disk_free_bytes": float(free)}
 
     def _process(self, pid: int) -> psutil.Process:
-        """Return the process ``pid``; the object is kept, since it caches what it reads."""
+        """Return the ``psutil`` object of the process ``pid``. One object is kept for each process, since it caches
+        some of its readings."""
         if pid not in self._processes:
             self._processes[pid] = psutil.Process(pid)
         return self._processes[pid]
 
     def _sample(self, pid: int) -> _Sample:
-        """Read the counters of a process."""
+        """Return the present counters of the process ``pid``. Raises ``psutil.Error`` where it has ended."""
         times = self._process(pid).cpu_times()
         sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)
         sample.queued_s = {thread: waited / 1e9 for thread, (_, waited) in thread_times_ns(pid).items()}

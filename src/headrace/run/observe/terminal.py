@@ -1,5 +1,7 @@
 """The terminal view: a picture that is redrawn in place on a terminal, or one plain line per step elsewhere.
 
+A view is an observer of a run: the controller calls ``step`` with the record of each optimizer step, ``event`` with
+each message, ``spans`` with parts of the event trace, and ``update`` with the present state once a second.
 Control characters in the text of a model, of data or of an error are spelled out, and no text is read as markup.
 """
 
@@ -26,14 +28,16 @@ NARROW = 60
 
 
 class TerminalView(Observer, Protocol):
-    """An observer that also shows the present state. It is a context manager, which restores the terminal at its
-    end."""
+    """The contract of a view: an observer that shows the run to a person in the terminal. It is a context manager,
+    which restores the terminal at its end."""
 
     def update(self, state: LiveState) -> None:
-        """Show the present state."""
+        """Show the present state of the run; called once a second. A view that prints lines ignores it."""
         ...
 
-    def __enter__(self) -> Self: ...
+    def __enter__(self) -> Self:
+        """Begin to show the run, and return the view."""
+        ...
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None
@@ -41,7 +45,9 @@ class TerminalView(Observer, Protocol):
 
 
 def open_view(stream: TextIO, steps_total: int) -> TerminalView:
-    """Return the live picture where ``stream`` is a terminal that redraws and shows Unicode, else plain lines."""
+    """Return the view for ``stream``, usually standard output: a :class:`LiveView` if it is a terminal that can move
+    its cursor and show Unicode, else a :class:`PlainView`. ``steps_total`` is the number of optimizer steps of the
+    whole run, which the plain lines show."""
     console = Console(file=stream, highlight=False, markup=False, emoji=False)
     if console.is_terminal and not console.is_dumb_terminal and not console.options.ascii_only:
         return LiveView(console)
@@ -49,7 +55,7 @@ def open_view(stream: TextIO, steps_total: int) -> TerminalView:
 
 
 class PlainView:
-    """One line per step and per event, for files and pipes.
+    """A view that prints one line for each optimizer step and each event, for output to a file or a pipe.
 
     >>> import sys
     >>> record = StepRecord(step=0, version=1, clock_s=9.0, wall_s=4.0, reward_mean=0.5, seconds=0.5, ages={0: 8})
@@ -58,11 +64,13 @@ class PlainView:
     """
 
     def __init__(self, stream: TextIO, steps_total: int) -> None:
+        """Print to ``stream``. ``steps_total`` is the number of optimizer steps that the whole run will have."""
         self._stream = stream
         self._steps_total = steps_total
 
     def step(self, record: StepRecord) -> None:
-        """Print a line about the step."""
+        """Print one line about an optimizer step: its number, mean reward, training time, waiting time, token ages,
+        groups that are ready, and the time since the run started."""
         parts = [f"step {record.step + 1}/{self._steps_total}", f"reward {number(record.reward_mean)}"]
         if record.eval_accuracy is not None:
             parts.append(f"eval {number(record.eval_accuracy)}")
@@ -76,12 +84,12 @@ class PlainView:
         self._print("  ".join(parts))
 
     def event(self, event: Event) -> None:
-        """Print the event."""
+        """Print the text of the event and its time since the run started, with ``warning:`` before a warning."""
         mark = "warning: " if event.level == "warning" else ""
         self._print(f"{mark}{visible(event.text)}  at {duration(event.wall_s)}")
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: plain lines do not show the event trace."""
 
     def update(self, state: LiveState) -> None:
         """Do nothing: lines are printed for steps and events alone."""
@@ -90,70 +98,79 @@ class PlainView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Flush the stream, which stays open."""
         self._stream.flush()
 
     def _print(self, line: str) -> None:
+        """Write a line to the stream at once, with ``?`` for characters that its encoding does not have."""
         encoding = self._stream.encoding or "utf-8"
         self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
         self._stream.flush()
 
 
 class SilentView:
-    """A view that prints nothing."""
+    """A view that prints nothing, for ``observe.view = "none"``."""
 
     def step(self, record: StepRecord) -> None:
-        """Do nothing."""
+        """Ignore the step: this view shows nothing."""
 
     def event(self, event: Event) -> None:
-        """Do nothing."""
+        """Ignore the event: this view shows nothing."""
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing."""
+        """Ignore the spans: this view shows nothing."""
 
     def update(self, state: LiveState) -> None:
-        """Do nothing."""
+        """Ignore the present state: this view shows nothing."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Do nothing: there is nothing to restore."""
         return
 
 
 class LiveView:
-    """A picture that stays at the foot of the terminal. Events are printed above it."""
+    """A view that keeps a picture of the run's present state at the foot of the terminal, redraws it once a second, and
+    prints events above it."""
 
     def __init__(self, console: Console) -> None:
+        """Prepare the picture on ``console``; it appears when the view is entered as a context manager."""
         self._console = console
         self._live = Live(console=console, auto_refresh=False)
 
     def step(self, record: StepRecord) -> None:
-        """Do nothing: :meth:`update` draws the steps."""
+        """Do nothing: the picture that :meth:`update` draws contains the steps."""
 
     def event(self, event: Event) -> None:
-        """Print the event above the picture."""
+        """Print the event above the picture: the time since the run started, and its text, yellow for a warning."""
         text = Text(f"{duration(event.wall_s):>12}  ", style="dim")
         text.append(visible(event.text), style="yellow" if event.level == "warning" else "")
         self._console.print(text)
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: the picture does not show the event trace."""
 
     def update(self, state: LiveState) -> None:
-        """Draw the picture of the present state."""
+        """Redraw the picture from the present state of the run."""
         picture = draw(state, self._console.width)
         self._live.update(picture, refresh=True)
 
     def __enter__(self) -> Self:
+        """Begin to draw at the foot of the terminal, and return the view."""
         self._live.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Stop drawing; the last picture stays on the terminal."""
         self._live.stop()
 
 
 def draw(state: LiveState, width: int) -> RenderableType:
-    """Return the picture of ``state`` for a terminal of ``width`` columns."""
+    """Return the picture of the run's present state for a terminal of ``width`` columns: rows of progress, reward,
+    rates, groups and token ages, then what each loop waits for, the verdict, warnings and a sample completion. Below
+    :data:`NARROW` columns the frame and the sample are left out."""
     shown = _Rows(state, width)
     idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
@@ -182,16 +199,19 @@ def draw(state: LiveState, width: int) -> RenderableType:
 
 
 class _Rows:
-    """Draws the rows of the picture for one state."""
+    """The parts of the live picture for one state of the run, each returned by a method as text that ``rich`` prints.
+    :func:`draw` puts them together."""
 
     def __init__(self, state: LiveState, width: int) -> None:
+        """Prepare the parts for a terminal of ``width`` columns, and derive the length of bars and texts from it."""
         self.narrow = width < NARROW
         self._state = state
         self._inner = min(width, 110) - (0 if self.narrow else 4)
         self._bars = max(6, min(30, self._inner - 54))
 
     def progress(self) -> Text:
-        """Return the bar of steps with the times."""
+        """Return a bar of the steps that are done, their number, the time since the start, and the estimated time that
+        is left, where there is an estimate."""
         state = self._state
         frac = state.steps_done / state.steps_total if state.steps_total else 0.0
         text = Text.assemble((self._bar(frac), "cyan"), f" step {state.steps_done}/{state.steps_total}")
@@ -199,7 +219,8 @@ class _Rows:
         return text.append(f"  {duration(state.wall_s)}{left}", style="dim")
 
     def reward(self) -> Text:
-        """Return the curve of the mean rewards."""
+        """Return a sparkline of the mean reward of every step, with the latest, the first and the best of them, and the
+        latest evaluation, where there is one; ``none yet`` before the first reward."""
         known = [reward for reward in self._state.rewards if reward is not None]
         if not known:
             return Text("none yet", style="dim")
@@ -211,8 +232,8 @@ class _Rows:
         return text
 
     def throughput(self) -> Text:
-        """Return the tokens trained per second in each step, and the share of each step for which the learner
-        waited."""
+        """Return a sparkline of the tokens trained per second in each step and, on a wide terminal, one of the share of
+        each step in which the learner waited for its batch. Call it only after the first step."""
         rates, waited = self._state.throughput, self._state.waited
         text = Text.assemble((sparkline(rates, self._bars), "green"), " ", (f"{number(rates[-1])} tok/s", "bold"))
         if waited and not self.narrow:
@@ -221,7 +242,12 @@ class _Rows:
         return text
 
     def component(self, tok_s: float, idle: float | None, version: int) -> Text:
-        """Return the bar of the working time of the engine or the learner, with its rate and version."""
+        """Return the row of the engine or of the learner: a bar of the share of time in which it worked, its rate and
+        its weights.
+
+        ``idle`` is the share of time in which it did not work, from 0 to 1; ``None`` before it has started. ``tok_s``
+        is in tokens per second, sampled or trained; ``version`` is the policy version it holds, −1 for none yet.
+        """
         if idle is None:
             return Text("not started yet", style="dim")
         text = Text.assemble(
@@ -230,12 +256,13 @@ class _Rows:
         return text.append(f"  version {version}" if version >= 0 else "  no version yet", style="dim")
 
     def queue(self) -> Text:
-        """Return the number of groups in each state."""
+        """Return the numbers of groups that are submitted, running, and ready to be trained."""
         queue = self._state.queue
         return Text(f"{queue.submitted} submitted  {queue.running} running  {queue.ready} ready")
 
     def ages(self) -> Text:
-        """Return the bar of the ages of trained tokens."""
+        """Return a bar that is divided by the ages of all trained tokens, in versions, with the share of each age in
+        words. Each of the three lowest ages has a shade of its own; all others share the fourth."""
         ages = sorted(self._state.ages.items())
         total = sum(self._state.ages.values())
         if not total:
@@ -246,7 +273,8 @@ class _Rows:
         return text.append(f" {ages_in_words(dict(ages))}")
 
     def waits(self) -> Table:
-        """Return the table of the loops and what they wait for."""
+        """Return a table with one row for each loop of the controller: its name, whether it works or waits, on what,
+        for how long, and (on a wide terminal) which part can end the wait."""
         table = Table(box=None, padding=(0, 2, 0, 0), show_header=not self.narrow, header_style="dim", pad_edge=False)
         table.add_column("loop", no_wrap=True, min_width=8)
         table.add_column("", no_wrap=True, min_width=7)
@@ -259,7 +287,8 @@ class _Rows:
         return table
 
     def _wait_row(self, wait: Wait) -> list[Text]:
-        """Return the table row of a loop that waits or works; a narrow terminal does not show what ends the wait."""
+        """Return the cells of one loop's row in the table of :meth:`waits`; a narrow terminal lacks the last cell, the
+        part that can end the wait."""
         style = "yellow" if wait.state == "waiting" else "green"
         row = [
             Text(visible(wait.loop, 20)),
@@ -270,22 +299,24 @@ class _Rows:
         return row if self.narrow else [*row, Text(visible(wait.unblocked_by, 40))]
 
     def verdict(self) -> Text:
-        """Return the verdict."""
+        """Return the verdict on the run, which names its bottleneck in bold; an empty text while there is none."""
         if not self._state.verdict:
             return Text(end="")
         bound, _, words = self._state.verdict.partition(": ")
         return Text.assemble("\n" if self._state.waits else "", (f"{bound}: ", "bold"), words)
 
     def warnings(self) -> list[Text]:
-        """Return the last three warnings."""
+        """Return the last three warnings of the run, oldest first, each on a line of its own."""
         return [Text(f"⚠ {visible(warning, 500)}", style="yellow") for warning in self._state.warnings[-3:]]
 
     def sample(self) -> Text:
-        """Return the latest completion, cut to two lines."""
+        """Return the latest completion of the policy with its reward, where known, cut to about two lines. Its control
+        characters are escaped."""
         text = Text("latest completion", style="dim", no_wrap=True, overflow="ellipsis", end="")
         if self._state.sample_reward is not None:
             text.append(f" (reward {number(self._state.sample_reward)})")
         return text.append(": ").append(visible(self._state.sample, 2 * self._inner), style="not dim")
 
     def _bar(self, frac: float) -> str:
+        """Return a bar of block characters, as long as all bars of this picture, filled to the fraction ``frac``."""
         return bar(frac, self._bars)

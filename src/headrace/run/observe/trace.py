@@ -1,12 +1,15 @@
 """The time of a run, computed from its spans: intervals, their union, and the working share of a lane.
 
-A span whose name begins with ``wait`` is a wait; every other span is work. Spans of one lane may overlap (several
-scorers work at once), so time is the length of a union of intervals, never a sum of spans.
+A *span* is what one part of the run did between two moments; its *lane* names the part, such as ``engine-1`` or
+``learner``. A span whose name begins with ``wait`` is a wait; every other span is work. Spans of one lane may overlap
+(several scorers work at once), so time is the length of a *union*, a list of disjoint intervals in order, never a sum
+of spans.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from itertools import chain
 
 from headrace.base.types.observation import Account, Cause
@@ -17,12 +20,13 @@ Interval = tuple[float, float]
 
 
 def is_wait(span: Span) -> bool:
-    """Return whether the lane waited during the span."""
+    """Return whether the span is a wait of its lane, not work: whether its name begins with ``wait``."""
     return span.name.startswith("wait")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the intervals merged into disjoint ones, in order.
+    """Return the union of ``intervals``, which may overlap and come in any order: disjoint intervals in rising order.
+    Empty intervals are left out.
 
     >>> union([(3, 4), (0, 2), (1, 2.5)])
     [(0, 2.5), (3, 4)]
@@ -39,7 +43,8 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Return the time that two unions have in common.
+    """Return the time that two unions have in common, as a union. Each argument must be disjoint and in order, as
+    :func:`union` returns it.
 
     >>> intersection([(0, 2), (3, 5)], [(1, 4)])
     [(1, 2), (3, 4)]
@@ -58,7 +63,7 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 
 def complement(intervals: Sequence[Interval], within: Interval) -> list[Interval]:
-    """Return the time of ``within`` that a union does not cover.
+    """Return the time of the interval ``within`` that a union does not cover, as a union.
 
     >>> complement([(1, 2)], (0, 3))
     [(0, 1), (2, 3)]
@@ -68,12 +73,12 @@ def complement(intervals: Sequence[Interval], within: Interval) -> list[Interval
 
 
 def seconds(intervals: Iterable[Interval]) -> float:
-    """Return the length of a union, in seconds."""
+    """Return the total length of the intervals of a union, in seconds."""
     return sum(end - start for start, end in intervals)
 
 
 def busy(spans: Iterable[Span], lane: str) -> list[Interval]:
-    """Return the time in which the lane worked."""
+    """Return the time in which ``lane`` worked, as a union in seconds of the spans' clock. Waits do not count."""
     return union((span.start_s, span.end_s) for span in spans if span.lane == lane and not is_wait(span))
 
 
@@ -89,17 +94,21 @@ def busy_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
 
 
 def idle_frac(spans: Iterable[Span], lane: str, within: Interval) -> float:
-    """Return the fraction of ``within`` in which the lane did not work."""
+    """Return the fraction of ``within`` in which the lane did not work; 1 for an empty interval. For an example, see
+    :func:`busy_frac`."""
     return 1.0 - busy_frac(spans, lane, within)
 
 
 def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) -> Account:
-    """Return the part of an account that follows from spans: the work of each part in ``within``, and the causes of
-    waits.
+    """Return the part of an account that follows from spans: for the interval ``within``, how long engines, learner and
+    controller worked, and how long engines and learner waited for which part. Other fields keep their defaults; the
+    times of several engines are averaged.
 
-    A moment in which the learner is idle belongs to the first part in :data:`LEARNER_WAITS` that works at that moment,
-    and likewise for every engine. The shares are therefore disjoint, and they cover all idle time. ``known`` names
-    lanes that exist, although they may have no span in ``within``.
+    A process that is stopped does not work, whatever it had begun. A moment in which the learner is idle belongs to
+    :attr:`Cause.STOPPED` while the learner, all engines or the controller are stopped, otherwise to the first part in
+    :data:`LEARNER_WAITS` that works at that moment, and likewise for every engine, which may be stopped alone. The
+    shares are therefore disjoint, and they cover all idle time.
+    ``known`` names lanes that exist, although they may have no span in ``within``.
     """
     lanes: dict[str, list[Span]] = {lane: [] for lane in known}
     for span in spans:
@@ -109,19 +118,23 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
             lanes[span.lane].append(span)
 
     def when(lane: str, matches: Callable[[Span], bool]) -> list[Interval]:
+        """Return the time of the spans of ``lane`` for which ``matches`` is true, as a union inside ``within``."""
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
-    works = {lane: when(lane, _works) for lane in lanes}
     engines = [lane for lane in lanes if is_engine(lane)]
+    own_stops = {lane: when(Cause.STOPPED, _stops(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
+    works = {lane: _without(when(lane, _works), own_stops[lane]) for lane in lanes}
+    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _in_all(own_stops, engines)))
     count = max(1, len(engines))
-    parts: dict[str, Sequence[Interval]] = {cause: works.get(cause, []) for cause in Cause}
+    parts: dict[str, Sequence[Interval]] = {**{cause: works.get(cause, []) for cause in Cause}, Cause.STOPPED: stops}
     parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
     waits = {name: when("learner", _named(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
     engine_waits: dict[str, float] = dict.fromkeys(map(str, Cause), 0.0)
     for lane in engines:
-        for cause, part in split(complement(works[lane], within), parts, ENGINE_WAITS).items():
+        also = {**parts, Cause.STOPPED: union(chain(stops, own_stops[lane]))}
+        for cause, part in split(complement(works[lane], within), also, ENGINE_WAITS).items():
             engine_waits[cause] += seconds(part) / count
-    exposed = when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC))
+    exposed = _without(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
     return Account(
         seconds=within[1] - within[0],
         engine_busy_s=sum(seconds(works[lane]) for lane in engines) / count,
@@ -149,14 +162,16 @@ LEARNER_WAITS: dict[str, tuple[Cause, ...]] = {
 An engine that works after the last episode of the batch has ended works on another batch, so it is not a cause then.
 The empty name stands for idle time without a span, which lies between two steps.
 """
-ENGINE_WAITS = (Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNER, *_OTHERS)
+ENGINE_WAITS = (Cause.STOPPED, Cause.CONTROLLER, Cause.ENVIRONMENT, Cause.LEARNER, *_OTHERS)
 """The parts for which an engine without requests may wait; the first that works is the cause."""
 
 
 def split(
     idle: Sequence[Interval], parts: Mapping[str, Sequence[Interval]], order: Iterable[Cause]
 ) -> dict[str, list[Interval]]:
-    """Return ``idle`` by its cause: each moment belongs to the first part in ``order`` that works, or else to nobody.
+    """Return the idle time ``idle`` of one lane divided by its cause: each moment belongs to the first part in
+    ``order`` that works at that moment, or else to ``nobody``. ``parts`` has the time in which each part works, by its
+    name; ``idle`` and all results are unions.
 
     >>> split([(0, 4)], {"controller": [(1, 3)], "scoring": [(0, 2)]}, (Cause.CONTROLLER, Cause.SCORING))
     {'controller': [(1, 3)], 'scoring': [(0, 1)], 'nobody': [(3, 4)]}
@@ -171,7 +186,7 @@ def split(
 
 
 def _without(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
-    """Return the time of ``intervals`` that ``covered`` does not cover."""
+    """Return the time of the union ``intervals`` that the union ``covered`` does not cover, as a union."""
     if not intervals or not covered:
         return list(intervals)
     return intersection(intervals, complement(covered, (intervals[0][0], intervals[-1][1])))
@@ -180,34 +195,52 @@ def _without(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list
 def _learner_waits(
     idle: list[Interval], waits: Mapping[str, Sequence[Interval]], parts: Mapping[str, Sequence[Interval]]
 ) -> dict[str, float]:
-    """Return the seconds that the learner waited, by cause; causes without any are left out."""
+    """Return how long the learner waited, in seconds by cause; a cause without any time is left out.
+
+    ``idle`` is all time in which it did not work. ``waits`` has the time of its wait spans, by their name, and
+    ``parts`` the time in which every part works, by the name of the part. Time in which the run is stopped, and then
+    the wait for a weight buffer, are taken out first; :data:`LEARNER_WAITS` divides the rest.
+    """
     total: dict[str, float] = {}
-    for_buffer = intersection(idle, waits[WAIT_SYNC])
-    total[str(Cause.SYNC)] = seconds(for_buffer)
-    idle = _without(idle, for_buffer)
+    for cause, reason in ((Cause.STOPPED, parts[Cause.STOPPED]), (Cause.SYNC, waits[WAIT_SYNC])):
+        total[str(cause)] = seconds(intersection(idle, reason))
+        idle = _without(idle, reason)
     for name, order in LEARNER_WAITS.items():
         inside = intersection(idle, waits[name]) if name else idle
-        for cause, part in split(inside, parts, order).items():
-            total[cause] = total.get(cause, 0.0) + seconds(part)
+        for part, time in split(inside, parts, order).items():
+            total[part] = total.get(part, 0.0) + seconds(time)
         idle = _without(idle, inside)
     return {cause: time_s for cause, time_s in total.items() if time_s > 0}
 
 
 def _named(name: str) -> Callable[[Span], bool]:
-    """Return a test for spans with this name."""
+    """Return a function that tells whether a span has the name ``name``, to select spans of a lane by it."""
     return lambda span: span.name == name
 
 
+def _in_all(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
+    """Return the time that the unions of all ``lanes`` have in common, for example when all engines are stopped; an
+    empty list without lanes."""
+    return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
+
+
+def _stops(lane: str) -> Callable[[Span], bool]:
+    """Return a function that tells whether a span of the lane ``stopped`` is a stop of the process of ``lane``, by its
+    name. The whole learner stands still while one of its ranks (``learner-1`` and so on) is stopped."""
+    ranks = f"{lane}-" if lane == Cause.LEARNER else ""
+    return lambda span: span.name == lane or bool(ranks and span.name.startswith(ranks))
+
+
 def _works(span: Span) -> bool:
-    """Return whether the lane worked during the span."""
+    """Return whether the span is work of its lane, not a wait."""
     return not is_wait(span)
 
 
 def _union_within(intervals: Iterable[Interval], within: Interval) -> list[Interval]:
-    """Return the union of ``intervals`` inside ``within``."""
+    """Return the union of ``intervals``, which may overlap, cut to the part inside ``within``."""
     return intersection(union(intervals), [within])
 
 
 def is_engine(lane: str) -> bool:
-    """Return whether a lane is that of an engine, alone or in a fleet."""
+    """Return whether a lane is that of an engine: ``engine``, or ``engine-1`` and so on where there are several."""
     return lane == "engine" or lane.startswith("engine-")

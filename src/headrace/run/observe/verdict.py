@@ -1,7 +1,8 @@
 """The verdict on a run: which part holds it up, what the other parts wait for, and which setting to change.
 
-It is one pure function of one record, for the live view, the summary, the report and the dashboard alike. Its
-percentages are shares of one interval, and those of one part add up to 100.
+It is one pure function of one record, the *account* ``a``: where the time and the tokens of an interval of the run
+went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a part that another part waits for.
+A *share* is a fraction of the interval, from 0 to 1; in words, the percentages of one part add up to 100.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from headrace.run.observe.words import duration, number, percent, percents
 
 
 class NextBound(enum.StrEnum):
-    """The part that holds a run up next, once the present bound is gone."""
+    """The part that would hold a run up next, if the present bound were gone, in the words of a verdict. ``REST``, an
+    empty text, means that no such part is named."""
 
     ENGINE = "the engine"
     LEARNER = "the learner"
@@ -27,7 +29,8 @@ class NextBound(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunVerdict:
-    """The verdict: the bound of a run, the finding that explains it, and advice."""
+    """The verdict on a run: its bound (the bottleneck), the finding that explains it, and advice. As text it is what
+    the live view, the summary and the dashboard show."""
 
     bound: Bound
     """The part, or the lack, that holds the run up."""
@@ -46,6 +49,7 @@ class RunVerdict:
     """Other losses, in words: waits for the sync, and tokens that are never trained. Empty where there are none."""
 
     def __str__(self) -> str:
+        """Return the verdict as one line: the bound, a colon, and all sentences."""
         words = " ".join(filter(None, [self.finding, self.gain, self.advice, self.besides]))
         return f"{self.bound}: {words}"
 
@@ -75,6 +79,7 @@ _BOUND_OF_CAUSE = {
     Cause.TEACHERS: Bound.TEACHERS,
     Cause.SYNC: Bound.SYNC,
     Cause.LEDGER: Bound.LEDGER,
+    Cause.STOPPED: Bound.STOPPED,
 }
 """The bound of a run that waits for this part."""
 _WAIT_WORDS = {
@@ -86,13 +91,15 @@ _WAIT_WORDS = {
     Cause.TEACHERS: "for teachers",
     Cause.SYNC: "for weights",
     Cause.LEDGER: "for the ledger's disk",
+    Cause.STOPPED: "while a process is stopped",
     Cause.NOBODY: "while no part works",
 }
 """The words for a wait, by its cause."""
 
 
 def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
-    """Return the verdict on one interval of a run with ``settings``.
+    """Return the verdict on the interval of a run that ``account`` covers. ``settings`` are the values of the run's
+    settings that the advice names; by default none is known.
 
     >>> waits = {"engine": 36.0, "controller": 2.0}
     >>> found = judge(Account(seconds=100.0, engine_busy_s=98.0, engine_waits_s={"controller": 2.0},
@@ -118,10 +125,11 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
 
 
 def processor_waits(a: Account) -> dict[str, float]:
-    """Return the share of all time that waiting for a processor costs the learner, by the part that waits.
+    """Return the share of the interval that the learner loses because a part of the run waits for a processor (CPU), by
+    the name of that part; parts that cost nothing are left out.
 
     A part counts as far as the learner depends on it: the engine and the controller only while the learner waits for
-    them.
+    them. The result is empty where waiting for processors was not measured.
 
     >>> processor_waits(Account(seconds=10.0, learner_busy_s=8.0, observed_s=5.0, queued_s={"learner": 1.0}))
     {'learner': 0.2}
@@ -142,7 +150,11 @@ def processor_waits(a: Account) -> dict[str, float]:
 
 
 def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
-    """Return the bound of a run with this account."""
+    """Return the bound of a run with the account ``a``: the bottleneck that the verdict names.
+
+    A lack of processors comes first. Then follows a part that works nearly all the time, and then the part for which
+    the learner waits longest, if that explains most of its waiting; otherwise the run is bound by no single part.
+    """
     busy = {
         Bound.LEARNER: 1 - a.learner_idle,
         Bound.GENERATION: 1 - a.engine_idle,
@@ -171,7 +183,8 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
 
 
 def _summed_waits(a: Account, cause: Cause) -> float:
-    """Return the sum of the shares of their time that learner and engine wait for a part."""
+    """Return the share of time in which the learner waits for the part ``cause``, plus the share in which the engine
+    does: a number from 0 to 2."""
     return a.learner_waits(cause) + a.engine_waits(cause)
 
 
@@ -187,8 +200,9 @@ def _is_waited_for_most(a: Account, cause: Cause) -> bool:
 
 
 def _is_short_of_processors(a: Account) -> bool:
-    """Return whether waiting for a processor costs the learner more time than any other wait or its own work, each
-    without the waiting for a processor in it."""
+    """Return whether a lack of processors (CPUs) is the bottleneck: whether waiting for a processor costs the learner
+    a fifth of its time or more, and at least as much as its own work or its wait for any part, each counted without
+    the waiting for a processor in it."""
     queued = processor_waits(a)
     lost = sum(queued.values())
     shares = {Cause.LEARNER: 1 - a.learner_idle, **{cause: a.learner_waits(cause) for cause in _BOUND_OF_CAUSE}}
@@ -196,8 +210,9 @@ def _is_short_of_processors(a: Account) -> bool:
 
 
 def _precise_bound(a: Account, bound: Bound) -> Bound:
-    """Return the precise bound where the learner waits for episodes: too few in flight, the last ones of a batch, or
-    the reading of prompts; else ``bound``."""
+    """Return the precise bound where ``bound`` says that the learner waits for episodes: too few groups in flight
+    (``CAPACITY``), the last episodes of a batch (``STRAGGLERS``), or an engine that mostly reads prompts
+    (``PREFILL``); in all other cases ``bound`` itself."""
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT, Bound.SCORING) and a.of_time(a.held_back_s) >= MAIN_SHARE:
         return Bound.CAPACITY
     if bound in (Bound.GENERATION, Bound.ENVIRONMENT):
@@ -211,7 +226,8 @@ def _precise_bound(a: Account, bound: Bound) -> Bound:
 
 
 def _share(bound: Bound, a: Account) -> float:
-    """Return the share of the learner's time that the bound costs."""
+    """Return the share of the learner's time that the bound costs, from 0 to 1; for a bound by the learner itself, the
+    share in which it works, and 0 where no part is the bottleneck."""
     match bound:
         case Bound.LEARNER:
             return 1 - a.learner_idle
@@ -239,7 +255,7 @@ _OWN_SPEED = {
 
 def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBound]:
     """Return the largest possible rate of trained tokens without the bound, in tokens per second, and the part that
-    would then hold the run up.
+    would then hold the run up. The rate is 0 where it is not known. ``frac`` is the share of time that the bound costs.
 
     The rate is the present one divided by the share of the time in which the busiest other part works, as fast as now.
     Waiting for processors makes every share longer: for that bound the rate is divided by 1 minus the share of the time
@@ -262,7 +278,8 @@ def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBou
 
 
 def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
-    """Return the possible gain in words; ``rates`` are the present and the largest possible rate."""
+    """Return the possible gain as a sentence of the verdict. ``rates`` are the present rate and the largest possible
+    one without the bound, in trained tokens per second; ``next_one`` is the part that would then hold the run up."""
     rate, most = (f"{number(each)}" for each in rates)
     if bound is Bound.PROCESSORS:
         return f"Without waiting for processors the run would train at most {most} tokens/s instead of {rate}."
@@ -274,9 +291,10 @@ def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
 
 
 def _finding(bound: Bound, a: Account) -> str:
-    """Return how each part spends its time, in words, and then what the bound adds.
+    """Return how learner, engine and controller spend their time, as sentences, and then a fact that explains the
+    bound, where there is one.
 
-    The words are the same for every bound, so that two runs can be compared.
+    The first sentences have the same form for every bound, so that two runs can be compared.
     """
     sentences = [f"The learner {_spends(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
     engine = _spends(a.engine_busy_s, a.engine_waits_s, a.seconds)
@@ -315,7 +333,8 @@ def _finding(bound: Bound, a: Account) -> str:
 
 
 def _spends(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
-    """Return the work and the waits of a part in whole percent, which add up to 100.
+    """Return how one part spends its time, in words: the percentages of its work and of its waits, which add up to
+    100. ``busy_s`` and ``waits_s`` (by cause) are in seconds of an interval of ``seconds``.
 
     >>> _spends(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
     'works 50% of the time and waits 50%: 25% for rewards, 25% while no part works'
@@ -329,19 +348,22 @@ def _spends(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
 
 
 def _waits(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
-    """Return the waits by cause in whole percent, the longest first. They add up to 100 less the work."""
+    """Return the waits of a part by cause, in whole percent of its time, the longest first. ``waits_s`` has their
+    seconds, ``busy_s`` the seconds of its work, out of ``seconds``. Work and waits add up to 100 percent."""
     causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
     shares = percents([waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle(busy_s, seconds))
     return dict(zip(causes, shares, strict=True))
 
 
 def _idle(busy_s: float, seconds: float) -> int:
-    """Return the idle share of a part in whole percent."""
+    """Return the share of time in which a part did not work, in whole percent: ``busy_s`` of ``seconds`` are its work.
+    It is 100 for an empty interval."""
     return percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 100
 
 
 def _other_losses(bound: Bound, a: Account) -> str:
-    """Return the losses beside the bound, in words."""
+    """Return losses of the run that are not its bound, as sentences: waits for the sync, the last episodes of batches,
+    tokens that are never trained, and the age of trained tokens. Small ones are left out; the text may be empty."""
     sentences: list[str] = []
     if bound is not Bound.SYNC and (exposed := a.of_time(a.exposed_sync_s)) >= NOTED_SHARE:
         sentences.append(f"the learner is blocked by the sync {percent(exposed)} of the time")
@@ -358,8 +380,8 @@ def _other_losses(bound: Bound, a: Account) -> str:
 
 
 def _ages(a: Account) -> str:
-    """Return the mean age of the trained tokens and what a synchronous run would have taken, in words; empty where that
-    is not known, or nothing is old."""
+    """Return, in words, the mean age of the trained tokens, in versions, and how long a synchronous run would have
+    taken; an empty string where the ages are not known, or no token was older than 0."""
     if not a.aged_tokens or not a.trained_ages:
         return ""
     return f"Tokens are trained at a mean age of {a.trained_ages / a.aged_tokens:.1f}. {_turns(a)}".rstrip()
@@ -367,14 +389,14 @@ def _ages(a: Account) -> str:
 
 def _turns(a: Account) -> str:
     """Return how long the run would have taken if generation and training took turns, in words; empty where that is not
-    known, as where the parts were in each other's way.
+    known: where the parts were in each other's way, or the run was too short to observe whether they were.
 
-    >>> _turns(Account(seconds=22.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
+    >>> _turns(Account(seconds=22.0, observed_s=20.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
     'A synchronous run (flow.max_age = 0) would have taken about 33 s instead of 22 s.'
-    >>> _turns(Account(seconds=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
+    >>> _turns(Account(seconds=20.0, observed_s=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
     'A synchronous run (flow.max_age = 0) would have taken 30 s to 1 min 00 s instead of 20 s.'
     """
-    if a.turned_s <= 0 or a.turns_s <= 0 or _crowded(a):
+    if a.turned_s <= 0 or a.turns_s <= 0 or a.observed_s <= 0 or _crowded(a):
         return ""
     least_s, most_s = (part_s / a.turned_s * a.seconds for part_s in (a.turns_least_s, a.turns_s))
     times = f"about {duration(most_s)}" if most_s < CLOSE * least_s else f"{duration(least_s)} to {duration(most_s)}"
@@ -382,8 +404,8 @@ def _turns(a: Account) -> str:
 
 
 def _crowded(a: Account) -> bool:
-    """Return whether the times of groups and steps hold much waiting for a processor or for the controller, which parts
-    that take turns would not have: on the demo's two cores they promise three times what is true.
+    """Return whether the parts of the run delay each other much, by waiting for a processor or for the controller. A
+    synchronous run would not have these waits, so its time cannot be estimated from the times of this run.
 
     >>> _crowded(Account(seconds=10.0, controller_busy_s=2.0)), _crowded(Account(seconds=10.0, controller_busy_s=6.0))
     (False, True)

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 _BARS = "▁▂▃▄▅▆▇█"
+"""The characters of a sparkline, from the lowest value to the highest."""
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Return ``value`` with ``digits`` significant digits; a dash for ``None``.
+    """Return ``value`` as text with ``digits`` significant digits, or as a whole number where it has at least that many
+    digits before the point; a dash for ``None``.
 
     >>> number(0.71349), number(12345.6), number(None)
     ('0.713', '12,346', '–')
@@ -22,7 +24,8 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def plural(amount: float | None, one: str, many: str = "") -> str:
-    """Return an amount with its unit in the singular or the plural; a dash for ``None``.
+    """Return an amount with its unit ``one`` in the singular, or in the plural, which is ``many`` or else ``one`` with
+    an ``s``; a dash for ``None``.
 
     >>> plural(1, "version"), plural(0, "version"), plural(2, "entry", "entries"), plural(12345, "token")
     ('1 version', '0 versions', '2 entries', '12,345 tokens')
@@ -43,8 +46,9 @@ def percent(share: float) -> str:
 
 
 def percents(shares: Sequence[float], total: int | None) -> list[int]:
-    """Return shares as whole-number percentages. With ``total`` they add up to it: those with the largest fractions are
-    rounded up.
+    """Return shares, fractions of a whole, as whole-number percentages. With ``total`` they are scaled and rounded so
+    that they add up to exactly ``total`` percent: those with the largest remainders are rounded up. (If every share is
+    0, so are all percentages.) With ``None`` each is rounded by itself, halves up.
 
     >>> percents([0.124, 0.124, 0.252], 50), percents([0.125], None)
     ([13, 12, 25], [13])
@@ -82,8 +86,9 @@ def duration(seconds: float | None) -> str:
 
 
 def sparkline(values: Sequence[float | None], width: int) -> str:
-    """Return ``values`` as at most ``width`` bars, each the mean of several values; a blank for values that are all
-    ``None``.
+    """Return ``values`` as a chart in one line of at most ``width`` characters: each is a vertical bar for the mean of
+    one or more neighbouring values, between the least mean and the greatest. A bar whose values are all ``None`` is a
+    blank.
 
     >>> sparkline([0, 1, 2, 3], 4), sparkline([0, 0, 3, 3], 2)
     ('▁▃▆█', '▁█')
@@ -100,7 +105,8 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 
 def bar(frac: float, width: int) -> str:
-    """Return a bar of ``width`` characters that is full at 1.
+    """Return a horizontal bar of ``width`` characters, of which the fraction ``frac`` is filled; a fraction below 0 or
+    above 1 counts as 0 or 1.
 
     >>> bar(0.5, 4)
     '██░░'
@@ -110,7 +116,8 @@ def bar(frac: float, width: int) -> str:
 
 
 def ages_in_words(ages: Mapping[int, int]) -> str:
-    """Return a histogram of ages as shares.
+    """Return a histogram of token ages as text. ``ages`` has the number of tokens by age in versions; the text has the
+    share of each age. A dash stands for an empty histogram.
 
     >>> ages_in_words({0: 30, 1: 10})
     '0: 75%, 1: 25%'
@@ -120,6 +127,6 @@ def ages_in_words(ages: Mapping[int, int]) -> str:
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
-    """Return the mean of the known values; ``None`` without any."""
+    """Return the mean of the values that are not ``None``; ``None`` if there is none."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None

@@ -41,8 +41,8 @@ from headrace.run.rules.sections import RunSections
 
 F = TypeVar("F")
 Broken = bool | Mapping[str, Any]
-"""The result of a rule's test: whether it is broken. A mapping means yes, and holds more names for the rule's format
-strings."""
+"""The result of a rule's test: whether the rule is broken. A mapping means yes, and holds more names with their values
+for the rule's format strings."""
 
 FORMER_KEYS: Mapping[str, str] = {}
 """The present name of each former key of a run file: ``{"flow.staleness": "flow.max_age"}``."""
@@ -50,7 +50,8 @@ FORMER_KEYS: Mapping[str, str] = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SettingsRule(Generic[F]):
-    """A rule about settings of different sections: when it is broken, and the error that says so."""
+    """A rule about settings of different sections: a test that finds whether a run file breaks it, and the text of the
+    error that refuses such a file. ``F`` is the type of the facts that the test reads."""
 
     keys: tuple[str, ...]
     """The settings that the rule compares, by their dotted names."""
@@ -62,7 +63,8 @@ class SettingsRule(Generic[F]):
     """The format string of the remedy: which setting to change, and to what."""
 
     def error(self, config: RunSections, facts: F) -> ConfigError | None:
-        """Return the error where ``facts`` break the rule; ``None`` where they do not."""
+        """Return the error, for the caller to raise, if ``facts`` break the rule; ``None`` if they do not. The values
+        of ``config``, the settings of the run, are filled into the text of the error."""
         broken = self.broken(facts)
         if broken is False:
             return None
@@ -72,7 +74,8 @@ class SettingsRule(Generic[F]):
 
 
 def refuse(rules: Iterable[SettingsRule[F]], config: RunSections, facts: F) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for the first rule in ``rules`` that ``facts`` break."""
+    """Check ``rules`` in order, and raise :class:`~headrace.base.errors.ConfigError` for the first one that ``facts``
+    break. ``config`` is the settings of the run, which the text of the error quotes."""
     for rule in rules:
         error = rule.error(config, facts)
         if error is not None:

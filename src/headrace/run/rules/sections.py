@@ -1,4 +1,8 @@
-"""The sections of a run file. The rules in this package compare settings of different sections."""
+"""The sections of a run file. The rules in this package compare settings of different sections.
+
+Names of policies: μ is the distribution that sampled a token, as the engine recorded it; π_old is the policy that the
+loss's ratio compares with, which the setting ``algo.old`` chooses.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,8 @@ from headrace.sync import SyncConfig
 
 
 class RunSections(Section):
-    """All sections of a run file, each checked by itself alone."""
+    """All sections of a run file as one record, each section checked by itself alone. ``RunConfig``, its subclass,
+    checks the rules between them as well."""
 
     model: ModelConfig
     """The model that is trained."""
@@ -49,8 +54,12 @@ class RunSections(Section):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _old_policy_follows_the_ages(cls, tree: Any) -> Any:
-        """Make μ the π_old of a run that trains tokens of older weights, where the file leaves it open. Keep as
-        many versions as tokens may be old, where π_old is that of each token's version."""
+        """Return the run file ``tree``, before its validation, with two defaults that depend on ``flow.max_age``. They
+        apply where tokens of older weights are trained and the file does not decide otherwise.
+
+        μ becomes π_old (``algo.old = "engine"``). With ``algo.old = "sampled"``, where π_old is computed with the
+        weights of each token's own version, the learner keeps as many old versions as the greatest age of a token.
+        """
         algo = tree.get("algo", {}) if isinstance(tree, dict) else None
         if not isinstance(algo, dict):
             return tree

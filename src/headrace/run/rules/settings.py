@@ -1,4 +1,8 @@
-"""Rules that depend on the settings alone: :data:`SETTINGS`. See :mod:`headrace.run.rules` for how to add one."""
+"""Rules that depend on the settings alone: :data:`SETTINGS`. See :mod:`headrace.run.rules` for how to add one.
+
+``c`` is the settings of a run. A function that returns ``Broken`` is the test of a rule: it returns false if the rule
+holds, and true if it is broken, or a mapping with values that the rule's error message names.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +62,12 @@ _WEIGHTS: Rules = (
 
 
 def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunSections], Broken]:
-    """Return the test that finds the first agent with an adapter of its own for which ``is_bad`` is true."""
+    """Return the test of a rule about agents that train a LoRA adapter of their own (``model.lora.agents``): whether
+    ``is_bad(settings, agent's name)`` is true for one of them."""
 
     def broken(c: RunSections) -> Broken:
-        """Return the name of an agent whose adapter ``is_bad``, with what the message needs; false if there is none."""
+        """Return the name of the first agent for which ``is_bad`` is true, its entry of ``env.agents`` (``None``
+        without one), and the most similar name of an agent there; false if there is no such agent."""
         rows = {agent.name: agent for agent in c.env.agents}
         for name in c.model.adapter_agents:
             if is_bad(c, name):
@@ -72,7 +78,8 @@ def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunS
 
 
 def _short_filter(c: RunSections) -> Broken:
-    """Find a length filter whose bound no answer can reach."""
+    """Return the index and the ``max_tokens`` of the first length filter whose ``max_tokens`` has no effect, because no
+    answer can be longer; false if there is none. Only single-turn environments are checked."""
     for index, each in enumerate(c.flow.filters):
         longest = each.max_tokens if isinstance(each, LengthFilter) else None
         if longest is not None and longest >= c.engine.max_new_tokens and c.env.kind == "single_turn":
@@ -134,19 +141,22 @@ _EPISODES: Rules = (
 
 
 def _loss_name(algo: AlgoConfig) -> str:
-    """Return the setting that chose the loss, with its value."""
+    """Return the setting that chose the loss, with its value, for an error message: ``algo.bundle``, where the loss
+    came with a bundle of the same name, or else ``algo.loss``."""
     named = f"algo.bundle={algo.bundle!r}" if algo.bundle == algo.loss.kind else f"algo.loss={algo.loss.kind!r}"
     return "algo.bundle='sft'" if isinstance(algo.loss, Ce) and algo.bundle == "sft" else named
 
 
 def _has_foreign_reference(learner: LearnerConfig) -> bool:
-    """Return whether the reference is another model, not an earlier version of the one that is trained."""
+    """Return whether the reference policy π_ref is another model, not an earlier version of the model that is
+    trained."""
     reference = learner.reference
     return isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
 
 
 def _uncomputed(c: RunSections) -> Broken:
-    """Find columns that the loss reads and the learner does not compute."""
+    """Return the names of the columns (values for each token, such as a policy's logprobs) that the loss reads and the
+    learner does not compute; false if there are none."""
     missing = sorted(c.algo.columns - COLUMNS - {"log_ref", "top_k"})
     return {"missing": ", ".join(missing)} if missing else False
 
@@ -157,13 +167,15 @@ def _distils(algo: AlgoConfig) -> bool:
 
 
 def _too_few_versions(c: RunSections) -> Broken:
-    """Find fewer kept versions than the ages of tokens that are trained against the weights of their own version."""
+    """Return the number of old versions that the learner keeps and the greatest age of a token, if the first is smaller
+    and ``algo.old = "sampled"``, which compares each token with the weights that sampled it; else false."""
     held = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
     return c.algo.old == "sampled" and held < c.flow.greatest_age and {"held": held, "age": c.flow.greatest_age}
 
 
 def _no_teacher(c: RunSections) -> Broken:
-    """Find a loss or an advantage that learns from a teacher where none is set."""
+    """Return the name of the loss or the advantage that learns from a teacher, if the settings have no teacher; else
+    false."""
     distils, algo = _distils(c.algo), c.algo
     if c.learner.teachers or not (distils or algo.advantage.by_teacher):
         return False
@@ -254,7 +266,8 @@ _LEARNING: Rules = (
 
 
 def _ignored_weights(c: RunSections) -> Broken:
-    """Find differing weights of ``env.rewards`` that ``gdpo`` ignores, since it has weights of its own."""
+    """Return the weights of ``env.rewards`` if they differ and the advantage ``gdpo`` ignores them, because it combines
+    rewards by weights of its own; else false."""
     advantage, weights = c.algo.advantage, [reward.weight for reward in c.env.rewards]
     if not isinstance(advantage, Gdpo) or advantage.weights is not None or len(set(weights)) < 2:
         return False
@@ -262,7 +275,8 @@ def _ignored_weights(c: RunSections) -> Broken:
 
 
 def _number_of_weights(c: RunSections) -> Broken:
-    """Find a number of ``gdpo`` weights that differs from the number of rewards."""
+    """Return both numbers if the advantage ``gdpo`` has not as many weights as ``env.rewards`` has rewards; else
+    false."""
     advantage, num_rewards = c.algo.advantage, len(c.env.rewards)
     if not isinstance(advantage, Gdpo) or advantage.weights is None or not num_rewards:
         return False
@@ -271,12 +285,14 @@ def _number_of_weights(c: RunSections) -> Broken:
 
 
 def _num_graded_by_turn(c: RunSections) -> int | None:
-    """Return the number of rewards that grade single turns; ``None`` where the advantage does not credit segments."""
+    """Return the number of ``env.rewards`` that grade single turns or segments (process rewards); ``None`` where the
+    advantage is not ``prpo``, which alone credits segments."""
     return sum(reward.by_turn for reward in c.env.rewards) if isinstance(c.algo.advantage, Prpo) else None
 
 
 def _ineffective_over_turns(c: RunSections) -> Broken:
-    """Find a process reward whose ``over_turns`` has no effect, since it does not count in the episode's reward."""
+    """Return the first process reward whose ``over_turns`` (how the values of turns become one reward) is set although
+    it has no effect, because with ``prpo`` process rewards do not count in the episode's reward; else false."""
     if _num_graded_by_turn(c) is None:
         return False
     without_effect = (reward for reward in c.env.rewards if reward.by_turn and reward.over_turns != "mean")
@@ -284,10 +300,11 @@ def _ineffective_over_turns(c: RunSections) -> Broken:
 
 
 def _trial_credit(c: RunSections) -> Floats | DataError | None:
-    """Return the credit that the advantage gives two trial episodes with rewards, groups and lengths, as single-turn
-    episodes have them.
+    """Return the credit that the advantage gives two invented episodes of one token each, with rewards 0 and 1, in one
+    group. The rules use it to find out what kind of advantage it is.
 
-    The result is the error where the advantage refuses them, and ``None`` where it needs more columns than these.
+    The result is the error where the advantage refuses them, and ``None`` where it needs more than rewards, groups and
+    lengths, such as a critic's values.
     """
     advantage = c.algo.advantage
     if isinstance(advantage, Prpo) or advantage.stateful or advantage.by_critic or advantage.by_teacher:
@@ -301,19 +318,22 @@ def _trial_credit(c: RunSections) -> Floats | DataError | None:
 
 
 def _advantage_refuses_trial(c: RunSections) -> Broken:
-    """Find an advantage that raises an error for a few invented episodes of this run's kind."""
+    """Return the reason why the advantage refuses two invented episodes (:func:`_trial_credit`), so that it would
+    refuse those of the run as well; false if it accepts them."""
     credit = _trial_credit(c)
     return isinstance(credit, DataError) and {"why": credit.problem}
 
 
 def _credits_tokens(c: RunSections) -> bool:
-    """Return whether the advantage credits single tokens."""
+    """Return whether the advantage gives each token its own credit, which a run does not support, instead of one for
+    each episode."""
     credit = _trial_credit(c)
     return isinstance(credit, np.ndarray) and (c.algo.advantage.per_token or credit.shape != (2,))
 
 
 def _compares_branches(algo: AlgoConfig) -> bool:
-    """Return whether the advantage can compare the branches of a pivot, as it compares the episodes of a group."""
+    """Return whether the advantage can compare the branches of a pivot, as it compares the episodes of a group. A pivot
+    is a place in a failed episode from which several continuations, its branches, are sampled again."""
     advantage = algo.advantage
     if advantage.scope != "group" or advantage.per_token or advantage.by_turn or advantage.stateful:
         return False
@@ -327,7 +347,8 @@ def _compares_branches(algo: AlgoConfig) -> bool:
 
 
 def _ineffective_critic(c: RunSections) -> Broken:
-    """Find a setting of the critic that is changed although no advantage has a critic."""
+    """Return the name and the value of a setting in ``[learner.critic]`` that differs from its default, if the
+    advantage has no critic, so that it has no effect; else false."""
     given, default = c.learner.critic.model_dump(), CriticConfig().model_dump()
     changed = [key for key, value in given.items() if value != default[key]]
     if c.algo.advantage.by_critic or not changed:
@@ -336,7 +357,7 @@ def _ineffective_critic(c: RunSections) -> Broken:
 
 
 _SEPARABLE = (TokenMean, ConstantDivisor, SequenceMeanTokenSum)
-"""The reductions under which two streams of tokens can each be reduced separately."""
+"""The reductions under which the losses of branches can be reduced apart from those of whole episodes."""
 
 _CREDIT: Rules = (
     SettingsRule(
@@ -468,8 +489,9 @@ _STALENESS: Rules = (
 
 
 def idle_clip(config: RunSections) -> list[str]:
-    """Return the warning of a run that trains tokens of older weights with a loss whose clip acts on none of them; no
-    warning for any other run."""
+    """Return one warning, in a list, for a run that trains tokens of older weights with a loss whose clip never acts:
+    the loss compares π with the learner's own weights before the step, so that its ratio is always 1. The list is empty
+    for any other run."""
     if config.flow.greatest_age == 0 or not config.algo.clip_is_idle:
         return []
     weights = " and ".join(repr(part.kind) for part in config.algo.correction) or "nothing"

@@ -1,6 +1,8 @@
 """Rules that depend on more than the settings: :data:`MACHINE`, :data:`MODEL` and :data:`ROWS`.
 
-``prepare`` checks them before any process starts. See :mod:`headrace.run.rules` for how to add one.
+``prepare`` checks them before any process starts. See :mod:`headrace.run.rules` for how to add one. A function that
+returns ``Broken`` is the test of a rule: it returns false if the rule holds, and otherwise a mapping with the values
+that the rule's error message names. A *row* is the data of one task, with its prompt.
 """
 
 from __future__ import annotations
@@ -19,9 +21,11 @@ from headrace.run.rules.sections import RunSections
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The facts about the machine, which are known before any file is read."""
+    """The facts that the rules in :data:`MACHINE` read: the settings and the machine, which are known before any file
+    is read."""
 
     config: RunSections
+    """The settings of the run."""
     cores: int
     """The number of processor cores of this machine."""
     devices: Devices
@@ -30,28 +34,35 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The facts about the model, which are known before the rows are read."""
+    """The facts that the rules in :data:`MODEL` read: the settings and the tokenizer's chat template, which are known
+    before the rows are read."""
 
     config: RunSections
+    """The settings of the run."""
     chat_template: str | None
     """The template by which the tokenizer writes messages; ``None`` where it has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowFacts:
-    """The facts about the rows, and about the longest sequences that they lead to."""
+    """The facts that the rules in :data:`ROWS` read: the settings, the rows with their prompts, and the limits of the
+    model. Lengths are in tokens."""
 
     config: RunSections
+    """The settings of the run."""
     tasks: Sequence[Task]
     """The rows to train on; empty where nothing is trained."""
     eval_tasks: Sequence[Task]
     """The held-out rows."""
     limit: ContextLimit
     """The longest sequence that the model can read, and the reason."""
+    vocab_size: int
+    """The number of tokens that the model knows."""
 
     @property
     def shortest(self) -> int:
-        """The length of the shortest prompt, in tokens."""
+        """The length of the shortest prompt to train on (of the held-out prompts, where nothing is trained), in
+        tokens."""
         return min(len(task.prompt_ids_T) for task in self.tasks or self.eval_tasks)
 
     @property
@@ -70,7 +81,8 @@ class RowFacts:
 
     @property
     def context(self) -> int:
-        """The largest length of prompt and answer together, in tokens."""
+        """The largest length of prompt and answer together in this run, in tokens: ``engine.max_context``, or, where
+        that is unset, as much as the prompts need and the model can read."""
         engine, possible = self.config.engine, self.limit.length
         if engine.max_context is not None:
             return engine.max_context
@@ -78,9 +90,11 @@ class RowFacts:
 
 
 def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
-    """Return the test whether ``launch.NAME`` sets more threads than this machine has cores."""
+    """Return the test of a rule: whether the setting ``launch.NAME`` asks for more threads than this machine has
+    cores."""
 
     def broken(facts: MachineFacts) -> Broken:
+        """Return the numbers of threads and cores if there are too many threads, else false."""
         threads = facts.config.launch.model_dump()[name]
         return threads is not None and threads > facts.cores and {"threads": threads, "cores": facts.cores}
 
@@ -88,7 +102,7 @@ def _too_many_threads(name: str) -> Callable[[MachineFacts], Broken]:
 
 
 def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
-    """Return the rule that ``launch.NAME`` may not exceed the number of cores."""
+    """Return the rule that the number of threads ``launch.NAME`` may not exceed the number of this machine's cores."""
     return SettingsRule(
         keys=(f"launch.{name}",),
         broken=_too_many_threads(name),
@@ -98,13 +112,15 @@ def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
 
 
 def _lends_from_gpus(facts: MachineFacts) -> Broken:
-    """Find a GPU where ``launch.lend_cores`` is set, which lends processor cores alone."""
+    """Return the GPUs of the run, by name for the error message, if ``launch.lend_cores`` is set; false if it is not,
+    or without a GPU. Only parts that compute on processor cores can lend cores to each other."""
     gpus = sorted({*facts.devices.engines, *facts.devices.learner} - {CPU})
     return facts.config.launch.lend_cores and bool(gpus) and {"gpus": ", ".join(gpus)}
 
 
 def _speaks_in_messages(kind: str) -> bool:
-    """Return whether environments of this kind send messages to the model, for which it needs a chat template."""
+    """Return whether environments of ``kind`` (``env.kind``) send chat messages to the model, for which its tokenizer
+    needs a chat template."""
     if kind in BUILT_IN:
         return kind in ("env", "program", "bridge")
     # a package registers an environment class, which sends messages, or a rollout function, which may not
@@ -149,7 +165,8 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
 
 
 def _too_few_rows(facts: RowFacts) -> Broken:
-    """Find a number of epochs whose groups do not fill one batch."""
+    """Return the numbers for the error message if all epochs over the rows make fewer groups than one batch needs, so
+    that no step could start; else false."""
     epochs, batch, num_rows = facts.config.data.epochs, facts.config.flow.groups_per_step, len(facts.tasks)
     if not num_rows or epochs is None or epochs * num_rows >= batch:
         return False
@@ -157,13 +174,15 @@ def _too_few_rows(facts: RowFacts) -> Broken:
 
 
 def _too_long_a_context(facts: RowFacts) -> Broken:
-    """Find a context that is longer than the model can read."""
+    """Return the model's limit, and why it has it, if ``engine.max_context`` is longer than the model can read; else
+    false."""
     requested, limit = facts.config.engine.max_context, facts.limit
     return requested is not None and requested > limit.length and {"possible": limit.length, "why": _why(limit)}
 
 
 def _no_prompt_fits(facts: RowFacts) -> Broken:
-    """Find a context that has no room for the shortest prompt and an answer."""
+    """Return the lengths for the error message if even the shortest prompt with an answer of
+    ``engine.max_new_tokens`` is longer than the context; else false."""
     if facts.shortest + facts.config.engine.max_new_tokens <= facts.context:
         return False
     why = _why(facts.limit) if facts.context == facts.limit.length else ""
@@ -171,12 +190,23 @@ def _no_prompt_fits(facts: RowFacts) -> Broken:
 
 
 def _why(limit: ContextLimit) -> str:
-    """Return the reason of a context limit, as the end of a sentence."""
+    """Return the reason for a model's context limit as the end of a sentence, after a colon; empty without a reason."""
     return f": {limit.reason}" if limit.reason else ""
 
 
+def _unknown_token(facts: RowFacts) -> Broken:
+    """Return the first row whose prompt has a token id outside the model's vocabulary, with that token; false if there
+    is none. A tokenizer that belongs to another model produces such tokens."""
+    for tasks, key in ((facts.tasks, "path"), (facts.eval_tasks, "eval_path")):
+        for task in tasks:
+            if (token := int(task.prompt_ids_T.max(initial=-1))) >= facts.vocab_size:
+                return {"key": key, "row": task.row_index + 1, "token": token, "known": facts.vocab_size}
+    return False
+
+
 def _short_critic(facts: RowFacts) -> Broken:
-    """Find a critic whose context is shorter than the run's."""
+    """Return both lengths if the critic, a model that predicts values, reads fewer tokens than a sample of this run may
+    have; false otherwise, or where the critic has no model of its own."""
     path = facts.config.learner.critic.path
     if not path or (most := context_length(path)) >= facts.context:
         return False
@@ -184,7 +214,8 @@ def _short_critic(facts: RowFacts) -> Broken:
 
 
 def _too_long_a_sample(facts: RowFacts) -> Broken:
-    """Find a sample that is longer than a microbatch."""
+    """Return the lengths for the error message if the longest possible sample (prompt and answer) does not fit into one
+    micro-batch of ``learner.tokens_per_microbatch``; else false."""
     needed = facts.longest_sample
     if needed <= facts.config.learner.tokens_per_microbatch:
         return False
@@ -211,6 +242,13 @@ ROWS: tuple[SettingsRule[RowFacts], ...] = (
         reason="no prompt fits: the shortest has {shortest} tokens, with engine.max_new_tokens={engine.max_new_tokens} "
         "more than the context of {context}{why}",
         remedy="lower engine.max_new_tokens, shorten the prompts, or use a model with a longer context",
+    ),
+    SettingsRule(
+        keys=("model.path", "data.path"),
+        broken=_unknown_token,
+        reason="the prompt of row {row} of data.{key} holds token {token}, and the vocabulary of "
+        "model.path={model.path!r} has {known}: its tokenizer has more",
+        remedy="copy the tokenizer that belongs to the model, or resize its embedding",
     ),
     SettingsRule(
         keys=("learner.critic.path", "engine.max_context"),

@@ -24,6 +24,8 @@ __all__ = ["Evaluation", "Measures", "RunConfig", "evaluate", "load_config", "tr
 
 
 def __getattr__(name: str) -> Any:
+    """Return the public object ``name`` of this package, and import its module if that has not happened yet. Python
+    calls this for a name that the package does not have; raises ``AttributeError`` for an unknown one."""
     if name not in _MODULES:
         raise AttributeError(f"module 'headrace.run.session' has no attribute {name!r}")
     import importlib

@@ -1,7 +1,8 @@
 """``headrace check env``: check whether an environment, a rollout, a program, a bridge or a reward is fit for a run.
 
-The user's code runs in an environment worker, as it would in a run, and a scripted model answers it. No weights are
-needed, because the checks are about the user's code alone.
+The user's code runs in an environment worker, as it would in a run, and a *script* answers it in the place of a model,
+so that no weights are needed. An *attempt* is one episode with one row and one script. Each check is a function that
+returns a finding about all attempts, or ``None`` where it has nothing to judge.
 """
 
 from __future__ import annotations
@@ -44,8 +45,7 @@ from headrace.run.session.running import first_cause, in_own_loop
 MAX_ANSWERS = 64
 """An episode that asks the model for more answers than this is taken for one that does not end by itself."""
 MAX_LAG_S = 0.5
-"""Code that blocks the event loop of its worker for longer than this, in both runs of a repeated episode, fails the
-check. In seconds."""
+"""Code that blocks its worker's event loop for more seconds than this, in both runs of an episode, fails the check."""
 BLOCK_S = 2.0
 """The worker gives an episode up when its code has blocked the event loop for this long. In seconds."""
 NUM_TASKS = 3
@@ -61,11 +61,11 @@ NUM_ALIKE = 4
 _CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
 """The reasons of failure that have a check of their own."""
 _PASSING = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\b0x[0-9a-f]+")
-"""What differs between two failures of one cause: a temporary directory or the address of an object."""
+"""The parts of a failure's text that differ between failures of one cause: temporary directories, object addresses."""
 
 
 class Level(StrEnum):
-    """The severity of a finding."""
+    """The severity of a finding: no problem, a problem to consider, or one that makes the code unfit for a run."""
 
     OK = "ok"
     WARN = "warn"
@@ -74,7 +74,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvFinding:
-    """The result of one check."""
+    """The result of one check of :func:`check_env`: a property that a run needs, and whether the user's code has it."""
 
     clause: str
     """The property that was checked, in words."""
@@ -99,9 +99,10 @@ class EnvTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvReport:
-    """The result of :func:`check_env`."""
+    """The result of :func:`check_env`, which ``headrace check env`` prints."""
 
     reference: str
+    """The user's code, as the caller named it."""
     kind: str
     """``env``, ``rollout``, ``program``, ``bridge`` or ``reward``."""
     episodes: int
@@ -118,6 +119,7 @@ class EnvReport:
         return all(finding.level is not Level.FAIL for finding in self.findings)
 
     def __str__(self) -> str:
+        """Return the report as text: a line with the verdict, a line for each finding, and a line of durations."""
         verdict = "passed" if self.ok else "failed"
         tried = plural(self.episodes, "episode") + (f", {self.left_out} more not tried" if self.left_out else "")
         head = f"{self.reference} ({self.kind}, {tried}): {verdict}"
@@ -134,7 +136,7 @@ class EnvReport:
 
 @dataclass(slots=True, kw_only=True)
 class _CheckedEpisode:
-    """One episode of the check: its plan, and its outcome once it has run."""
+    """One episode of the check: its plan (script, row, scripted model), and its outcome once it has run."""
 
     script: str
     """The name of the script that the model follows."""
@@ -154,17 +156,18 @@ class _CheckedEpisode:
 
     @property
     def name(self) -> str:
+        """The row and the script of the episode in words, for progress lines and findings."""
         return f"row {self.row + 1}, where the model says {self.script}"
 
     @property
     def failure(self) -> str:
-        """The reason and the failure in words."""
+        """The failure in words: the reason, such as ``env_timeout``, and the problem."""
         return f"{self.reason}: {self.problem}"
 
     @property
     def cause(self) -> str:
-        """The failure without what differs from episode to episode; empty where it has a check of its own, or where
-        there is none."""
+        """The failure without the parts that differ from episode to episode, to count equal ones; empty without a
+        failure, and for a reason that has a check of its own."""
         return _PASSING.sub("", self.failure) if self.reason and self.reason not in _CHECKED_ELSEWHERE else ""
 
 
@@ -216,7 +219,8 @@ async def _run_episodes(
     timeout_s: float,
     on_progress: Callable[[str], None],
 ) -> list[_CheckedEpisode]:
-    """Run the planned episodes of ``target`` on ``rows`` in one worker, and return those that were tried."""
+    """Run the planned ``attempts`` in one worker, and return those that were tried, with their outcomes. ``target`` has
+    the kind, the entry and the options of the user's code; an episode may take ``timeout_s`` seconds."""
     start = EnvironmentStart(kind="rollout", entry=f"{trial.__file__}:trial", concurrency=1, block_s=BLOCK_S)
     pool_config = EnvPoolConfig(num_workers=1, concurrency=1, block_s=BLOCK_S, start_timeout_s=START_S, scored=False)
     trials = [{**target, "row": dict(rows[attempt.row])} for attempt in attempts]
@@ -262,8 +266,7 @@ async def _run_one_by_one(
 async def _report_progress(
     attempts: Sequence[_CheckedEpisode], position: Sequence[int], on_progress: Callable[[str], None]
 ) -> None:
-    """Report the number and the name of the episode that is running, every :data:`PROGRESS_EVERY_S`, until
-    cancelled."""
+    """Report every :data:`PROGRESS_EVERY_S` which episode runs, until cancelled; ``position[0]`` is its number."""
     reported = 0
     while True:
         await asyncio.sleep(PROGRESS_EVERY_S)
@@ -273,11 +276,11 @@ async def _report_progress(
 
 
 def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode]:
-    """Return the episodes to try: every script on every row, and some of them twice with the same seed. The first ones
-    are on different rows."""
+    """Return the episodes to try, in order: every script on every row, script by script. Some are planned twice with
+    the same seed, one after the other, to see whether both do the same."""
 
     def attempt(number: int, row: int, name: str, script: Script, *, again: bool = False) -> _CheckedEpisode:
-        """Return one planned episode of a row with a script."""
+        """Return one planned episode with a row, by index, and a script; ``number`` determines its seed."""
         model = ScriptedEpisode(
             row=rows[row], script=script, seed=1000 + number, max_answers=MAX_ANSWERS, clock=RealClock()
         )
@@ -293,7 +296,7 @@ def _planned_episodes(rows: Sequence[Mapping[str, Any]]) -> list[_CheckedEpisode
 
 
 async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mapping[str, Any], timeout_s: float) -> None:
-    """Run one episode in the worker, and write its outcome into ``attempt``."""
+    """Run one episode in a worker of ``pool``, and write its reward or failure, and its duration, into ``attempt``."""
     task = Task(row_index=attempt.row, row=dict(trial_row), prompt="", prompt_ids_T=np.zeros(0, np.int32))
     clock = RealClock()
     began_s = clock.now()
@@ -310,13 +313,10 @@ async def _run_episode(pool: EnvPool, attempt: _CheckedEpisode, trial_row: Mappi
         attempt.report = msgspec.json.decode(attempt.model.reports[-1], type=trial.TrialReport)
 
 
-# -- the findings ----------------------------------------------------------------------------------------------------
-
-
 def _findings(
     kind: str, blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]
 ) -> list[EnvFinding]:
-    """Return the findings of all checks that apply to this kind of environment."""
+    """Return the findings of all checks for user code of this ``kind``; ``blocking`` has the blocking calls in it."""
     first = attempts[0]
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
@@ -354,12 +354,13 @@ def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _is_separate() -> EnvFinding:
+    """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
     clause = "its episodes cannot read one another's keys"
     return _finding(clause, exposed_here(), "each runs in a user namespace of its own", Level.WARN)
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that all episodes ended without an error and asked the model."""
+    """Check that all episodes ended without an error and made at least one request to the model."""
     failures = [attempt for attempt in attempts if attempt.cause]
     first = {attempt.cause: attempt for attempt in reversed(failures)}
     times = Counter(attempt.cause for attempt in failures)
@@ -376,18 +377,18 @@ def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Return whether every episode ended without being cut off; ``None`` if that is unknown."""
+    """Check that no episode asked for more than :data:`MAX_ANSWERS` answers; ``None`` if the last one was cut off."""
     if attempts[-1].reason in _FATAL_REASONS:
         return None  # its last episode was cut off, so nothing is known
     spent = [attempt for attempt in attempts if attempt.model.was_spent]
     problems = [f"{spent[0].name}: it asked for more than {MAX_ANSWERS} answers; say done=True, or return, at some "
                 "point whatever the model says (env.max_turns cuts it off, else)"] if spent else []  # fmt: skip
     most = max(len(attempt.model.requests) for attempt in attempts)
-    return _finding("it ends whatever the model says", problems, f"after at most {most} answers")
+    return _finding("it ends whatever the model says", problems, f"after at most {most} answers") if most else None
 
 
 def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that every episode earned a number."""
+    """Check that every episode earned a number; ``None`` if no episode got as far as a reward."""
     judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not judged:
         return None
@@ -406,7 +407,7 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
 
 
 def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that different answers earned different rewards, because equal rewards teach nothing."""
+    """Check that not all rewards are equal, since equal ones teach nothing; ``None`` for fewer than two rewards."""
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
         return None
@@ -424,8 +425,8 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
 
 
 def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that the episodes that were repeated with the same seed did the same."""
-    pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again]
+    """Check that episodes repeated with the same seed did the same as before; ``None`` if none was repeated."""
+    pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again and one.reason != "env_error"]
     if not pairs:
         return None
     problems = [f"{two.name}: {changed}" for one, two in pairs if (changed := _difference(one, two))]
@@ -456,16 +457,18 @@ def _difference(one: _CheckedEpisode, two: _CheckedEpisode) -> str:
 
 
 def _texts(messages: Sequence[Message]) -> list[str]:
+    """Return each message as one text with its role, so that two requests can be compared message by message."""
     return [f"{message.role}: {message.content}" for message in messages]
 
 
 def _short(value: object) -> str:
+    """Return ``value`` as a quoted text for an error message, cut after 80 characters."""
     text = str(value)
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
 def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that async code does not block the event loop of its worker, by reading it and by measuring."""
+    """Check that async code does not block its worker's event loop: by reading (``blocking``) and by measuring."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
         for line, called, function in blocking
@@ -482,7 +485,7 @@ def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence
 
 
 def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Return a warning about attributes of the environment that cannot be copied, if there are any."""
+    """Check that all attributes of the environment can be copied, as forking an episode requires; warn if not."""
     uncopyable = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
     problems = (
         [f"{each}: it cannot be kept or forked with its episode; make it when it is needed" for each in uncopyable[0]]
@@ -493,7 +496,7 @@ def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 
 def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
-    """Check that tools and their arguments have types and descriptions."""
+    """Check that tools and their arguments have types and descriptions; ``None`` if no tool was offered."""
     tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
         return None
@@ -508,7 +511,7 @@ def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | No
 
 
 def _timings(attempts: Sequence[_CheckedEpisode]) -> EnvTimings | None:
-    """Return the times of the episodes that ended without an error; ``None`` if there are none."""
+    """Return the durations of the episodes that ended without an error; ``None`` if there are none."""
     ended = [attempt for attempt in attempts if not attempt.reason]
     if not ended:
         return None
@@ -567,8 +570,8 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
 
 
 def _with_absolute_command(command: str) -> str:
-    """Return ``command`` with absolute paths of the files it names, since a program runs in a working directory of
-    its own."""
+    """Return the command of a program with absolute paths of the files it names, since a program runs in a working
+    directory of its own. Raises :class:`~headrace.base.errors.ConfigError` where it cannot be used."""
     try:
         parts = shlex.split(command)
     except ValueError as error:
@@ -589,7 +592,7 @@ def _is_reward(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def _with_full_path(library: str, what: str) -> str:
-    """Return ``LIBRARY/WHAT`` of a bridge, with an absolute path where ``WHAT`` names a file."""
+    """Return a bridge's entry ``LIBRARY/WHAT``, with an absolute path if its ``WHAT`` is a checked ``file.py:name``."""
     if not BRIDGES.load(library).names_file:
         return f"{library}/{what}"
     path, name = find_in_file(what, "the environment")

@@ -1,5 +1,9 @@
 """The configuration of a run: all sections of a run file, how the file is loaded, the checks between its sections,
-and the names of its models."""
+and the names of its models.
+
+A *tree* is a run file as nested dictionaries, section by section. A *hub name* is a model's name on the Hugging Face
+Hub, such as ``Qwen/Qwen3-0.6B``, in place of a directory.
+"""
 
 from __future__ import annotations
 
@@ -47,17 +51,20 @@ class RunConfig(RunSections):
 
     @model_validator(mode="after")
     def _settings_go_together(self) -> RunConfig:
+        """Refuse a run file that breaks a rule between settings of different sections (:data:`SETTINGS`)."""
         refuse(SETTINGS, self, self)
         return self
 
     @model_validator(mode="after")
     def _parts_fit_a_cluster(self) -> Self:
+        """Refuse settings that a cluster launcher (``launch.kind``) does not support, where one is chosen."""
         if self.launch.cluster is not None:
             self.launch.cluster.refuse(self.launch, self.engine, self.learner, self.sync)
         return self
 
     @model_validator(mode="after")
     def _engine_can(self) -> Self:
+        """Refuse settings that the chosen kind of engine does not support."""
         _refuse_incapable(self)
         return self
 
@@ -86,7 +93,8 @@ def load_config(source: RunFile | RunConfig, overrides: Sequence[str] = (), *, l
 
 
 def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
-    """Return the settings of a run file as a tree of tables. Paths are absolute where ``source`` is a file."""
+    """Return the settings of a run file as a tree, before they are checked. ``source`` is the path of the file, a tree,
+    or checked settings. The paths in a file become absolute: they are relative to the directory of the file."""
     if isinstance(source, RunConfig):
         return source.model_dump(mode="json")
     if isinstance(source, Mapping):
@@ -95,8 +103,8 @@ def run_tree(source: RunFile | RunConfig) -> dict[str, Any]:
 
 
 def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree: Mapping[str, Any], like: str) -> None:
-    """Add to ``error`` the settings it names that come from the recipe ``like``, since no file of the reader has
-    them."""
+    """Add to the text of ``error`` the settings that it names and that come from the recipe ``like``, since the user
+    does not find them in the run file. ``settings`` is the recipe's tree, and ``tree`` the merged one."""
     from_recipe = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
     kept = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
     if kept:
@@ -108,10 +116,12 @@ _PATHS = (
     *MODEL_PATHS,
     *("data.path", "data.eval_path", "env.reward", "env.entry", "run.dir"),
 )
+"""The dotted names of the settings that hold a path."""
 
 
 def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree`` with every relative path in it resolved against ``directory``."""
+    """Return the settings ``tree`` with every relative path made absolute: it is taken as relative to ``directory``.
+    Hub names of models stay as they are."""
     for path in _PATHS:
         *sections, key = path.split(".")
         table: Any = tree
@@ -131,6 +141,8 @@ def with_absolute_paths(tree: dict[str, Any], directory: Path) -> dict[str, Any]
 
 
 def _absolute_path(path: str, directory: Path) -> str:
+    """Return ``path``, which may begin with ``~``, as an absolute path; a relative one is taken as relative to
+    ``directory``."""
     return str(directory / Path(path).expanduser())
 
 
@@ -141,8 +153,8 @@ def _absolute_model(path: str, directory: Path) -> str:
 
 
 def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree`` with absolute paths in ``env.command``, since a program runs in a working directory of its
-    own."""
+    """Return the settings ``tree`` with absolute paths for the files in ``env.command``, the command of a program that
+    runs episodes, since it runs in a working directory of its own. The files are looked for in ``directory``."""
     env = tree.get("env")
     command = env.get("command") if isinstance(env, dict) else None
     try:
@@ -156,8 +168,8 @@ def _with_absolute_command(tree: dict[str, Any], directory: Path) -> dict[str, A
 
 
 def _absolute_bridge(entry: str, directory: Path) -> str:
-    """Return ``LIBRARY/WHAT`` with absolute paths of the files in ``WHAT``, which may be a command or
-    ``file.py:name``."""
+    """Return the entry ``LIBRARY/WHAT`` of a bridge, which names an environment of another library, with absolute paths
+    of the Python files in ``WHAT``: a command, or ``file.py:name``. The files are looked for in ``directory``."""
     library, _, what = entry.partition("/")
     try:
         parts = shlex.split(what)
@@ -177,7 +189,8 @@ directory."""
 
 
 def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree`` with absolute paths in the lists of tables that :data:`_TABLES` names."""
+    """Return the settings ``tree`` with absolute paths in its lists of tables, such as ``[[env.rewards]]``, as
+    :data:`_TABLES` names them. Relative paths are taken as relative to ``directory``."""
     for section, name, key in _TABLES:
         table = tree.get(section)
         tables = table.get(name) if isinstance(table, dict) else None
@@ -195,8 +208,8 @@ def _with_absolute_tables(tree: dict[str, Any], directory: Path) -> dict[str, An
 
 
 def _with_absolute_loss(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree`` with the absolute path of a custom loss, which is ``file.py:function`` alone or as ``ref`` of
-    its table."""
+    """Return the settings ``tree`` with the absolute path of a custom loss, which is ``file.py:function`` as
+    ``algo.loss`` or as ``algo.loss.ref``. A relative path is taken as relative to ``directory``."""
     algo = tree.get("algo")
     loss = algo.get("loss") if isinstance(algo, dict) else None
     ref = loss.get("ref") if isinstance(loss, dict) else loss
@@ -249,8 +262,8 @@ def _refuse_incapable(config: RunConfig) -> None:
 
 
 def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where the engine cannot commit weights with
-    ``sync.interrupt``."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the engine, whose capabilities are ``can``, cannot commit
+    new weights in the way that ``sync.interrupt`` asks for: what happens to its running sequences meanwhile."""
     mode = config.sync.interrupt
     if mode in can.interrupts:
         return
@@ -264,20 +277,20 @@ def refuse_interrupt(config: RunConfig, can: Capabilities) -> None:
 
 
 def with_local_models(config: RunConfig, *, weights: bool = True) -> RunConfig:
-    """Return the settings with a local directory in place of each hub name. A model that is not in the cache is
-    fetched.
+    """Return the settings with a local directory in place of each model's hub name. A model that is not in the cache is
+    fetched from the hub.
 
     Where ``weights`` is false, only configurations and tokenizers are fetched. Raises
-    :class:`~headrace.base.errors.ModelError`.
+    :class:`~headrace.base.errors.ModelError` where a model cannot be found or fetched.
     """
     return _with_changed_paths(config, lambda setting, path: local_directory(path, setting, weights=weights))
 
 
 def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
-    """Return the settings with the revisions that the recorded ``settings`` file has, where ``config`` names the same
-    model without a revision.
+    """Return the settings of a run to resume, with hub models fixed to their recorded revisions. ``settings`` is the
+    path of the ``config.json`` that the run wrote; a model that ``config`` names with another revision stays as it is.
 
-    A resumed run thereby keeps its weights, although the branch on the hub may have moved on.
+    A resumed run thereby keeps its initial weights, although the branch on the hub may have newer ones.
     """
     try:
         recorded = json.loads(settings.read_text(encoding="utf-8"))
@@ -296,17 +309,19 @@ def as_recorded(config: RunConfig, exclude: dict[str, Any] | None = None) -> dic
 
 
 def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
-    """Return the settings with ``change`` applied to the path of every model."""
+    """Return the settings with the result of ``change(setting's name, path)`` in place of the path of every model,
+    validated again if a path has changed."""
     tree = config.model_dump(mode="json")
     found = with_models(tree, change)
     return config if found == tree else validate(RunConfig, found)
 
 
 def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the name of each setting that holds a model, and its path."""
+    """Return the name and the value of each setting in ``tree`` that holds the path or hub name of a model."""
     found: list[tuple[str, str]] = []
 
     def note(setting: str, path: str) -> str:
+        """Add a setting and its path to ``found``, and return the path unchanged."""
         found.append((setting, path))
         return path
 

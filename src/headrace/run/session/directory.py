@@ -7,15 +7,15 @@ import fcntl
 import json
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from headrace.base.clock import Clock
-from headrace.base.config import merge
+from headrace.base.config import leaves, merge
 from headrace.base.errors import ConfigError, DataError, RunError
 from headrace.control.metrics.rewards import RewardFailures
 from headrace.control.recovery import starting_point
@@ -27,17 +27,22 @@ from headrace.learner.disk import CHECKSUMS_FILE, checksum, listed_checksums, ve
 from headrace.models import ModelConfig
 
 CONFIG_FILE = "config.json"
+"""The file with the resolved settings of the run, with a checksum."""
 FACTS_FILE = "parts.json"
+"""The file with the facts that each part reported when it started, with a checksum."""
 STATUS_FILE = "status.json"
+"""The file with the present state of a run that is still running."""
 SUMMARY_FILE = "summary.json"
+"""The file with the figures of the run, written at the end of each life."""
 LOCK_S = 0.2
-"""Seconds for which the lock of a run directory is tried for."""
+"""The longest time, in seconds, for which a process tries to get the lock of a run directory."""
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``status.json``: the present state of a run, written every second while it lives."""
+    """The content of ``status.json``: the present state of a run, written every second while it runs."""
 
     phase: str
+    """The phase of the run in words, such as ``starting`` or ``training``."""
     steps_done: int
     """Optimizer steps of the whole run so far."""
     steps_total: int
@@ -47,6 +52,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     written_s: float
     """The time of writing, in seconds since 1970."""
     components: list[ComponentStatus]
+    """The state of each process of the run; the controller comes first."""
     waits: list[str]
     """One line for each loop of the controller: the state it is in, and what it waits for."""
     warnings: list[str] = []
@@ -56,8 +62,8 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose_directory(requested: str, clock: Clock, *, prefix: str = "") -> Path:
-    """Return the directory of a run: ``requested`` as an absolute path, or where it is empty a new one under
-    ``runs/``, named after ``prefix`` and the present time."""
+    """Return the directory of a run as an absolute path: ``requested``, the value of ``run.dir``, or, where it is
+    empty, a new one under ``runs/``, whose name is ``prefix`` and the present time. It is not created yet."""
     if requested:
         return Path(requested).expanduser().resolve()
     moment = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
@@ -72,6 +78,8 @@ class HeldDirectory:
     """
 
     def __init__(self, run_dir: Path, descriptor: int) -> None:
+        """Hold ``run_dir``. ``descriptor`` is the open lock file in it, which shows whether the directory is still the
+        same one."""
         self.path = run_dir
         """The directory of the run."""
         self._descriptor = descriptor
@@ -102,7 +110,8 @@ class HeldDirectory:
             self._ledger = found
 
     def _lost(self) -> RunError:
-        """Return the error for a run directory that was removed or moved during the run."""
+        """Return the error to raise for the run directory, which was removed or moved during the run; the remedy
+        depends on which of the two it was."""
         now = self._present_path()
         if now is None:
             return RunError(
@@ -115,7 +124,8 @@ class HeldDirectory:
         )
 
     def _present_path(self) -> Path | None:
-        """Return the present path of the directory; ``None`` where it was removed, or the system does not say."""
+        """Return the present path of the directory, which was moved; ``None`` where it was removed, or where the system
+        (other than Linux) does not tell."""
         try:
             mine = os.fstat(self._descriptor)
             now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
@@ -129,8 +139,8 @@ _GONE = (-1, -1)
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of ``path``; :data:`_GONE` where it does not exist, ``None`` where the system does
-    not say."""
+    """Return the device and inode of the file ``path``, which together identify it; :data:`_GONE` where it does not
+    exist, ``None`` where its state cannot be read."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -142,7 +152,8 @@ def _identity(path: Path) -> tuple[int, int] | None:
 
 @contextmanager
 def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
-    """Lock ``run_dir`` for this process alone.
+    """Lock the run directory ``run_dir`` for this process alone while the context is open, and yield the lock. A
+    missing directory is created. ``resume`` says whether the run in it is to be continued.
 
     Raises :class:`~headrace.base.errors.ConfigError` where another process holds it, where it has a run already and
     ``resume`` is false, or where ``resume`` is true and it has none; and :class:`~headrace.learner.disk.Damaged` where
@@ -174,14 +185,18 @@ def locked(run_dir: Path, *, resume: bool) -> Iterator[HeldDirectory]:
                 f"run.dir={str(run_dir)!r} holds a run already",
                 remedy="add --resume to continue, or choose another run.dir",
             )
+        with suppress(OSError):  # on a full disk the run says so when it writes what it needs
+            os.truncate(descriptor, 0)
+            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
         yield HeldDirectory(run_dir, descriptor)
     finally:
         os.close(descriptor)
 
 
 def _took_lock(descriptor: int) -> bool:
-    """Lock a file for this process alone, and return whether that succeeded. It is tried for some time, since who only
-    asks whether a run holds the lock (:func:`~headrace.flow.ledger.opening.is_held`) shares it for a moment."""
+    """Lock the open file ``descriptor`` for this process alone, and return whether that succeeded. This is tried for
+    :data:`LOCK_S`, since a process that only asks whether a run holds the lock
+    (:func:`~headrace.flow.ledger.opening.is_held`) shares the lock for a moment."""
     for wait_s in (*[LOCK_S / 10] * 10, 0.0):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -206,8 +221,9 @@ def _refuse_lost_ledger(run_dir: Path) -> None:
 
 
 def refuse_no_ledger(run_dir: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for ``run_dir``, which has no ledger, with what it has
-    instead."""
+    """Raise the :class:`~headrace.base.errors.ConfigError` for a command that needs the ledger of a run, where
+    ``run_dir`` has none. The message depends on whether the directory exists, holds a run without a ledger, or holds
+    runs in its subdirectories."""
     if not run_dir.is_dir():
         raise ConfigError(f"there is no directory {run_dir}", remedy="give the directory of a run (run.dir)")
     _refuse_lost_ledger(run_dir)
@@ -222,8 +238,9 @@ def refuse_no_ledger(run_dir: Path) -> None:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Write ``tree`` (or a record) as JSON. The file is replaced at once, so that a reader sees the old or the new
-    content."""
+    """Write ``tree``, nested dictionaries or a record, to the file ``path`` as JSON. The file is replaced atomically:
+    another process reads the old or the new content, never a part of one. Raises
+    :class:`~headrace.base.errors.RunError` where it cannot be written."""
     data = msgspec.json.format(msgspec.json.encode(tree), indent=2)
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -245,8 +262,23 @@ def write_sealed(path: Path, tree: Any) -> None:
     write_checksums(path.parent, {**listed, path.name: checksum(path)})
 
 
+def changed_settings(run_dir: Path, tree: Mapping[str, Any]) -> list[str]:
+    """Return the settings in ``tree`` that decide what is learned and differ from those that the run in ``run_dir`` has
+    recorded, each with both values; none for a new run. Settings that an older program did not have are left out."""
+    if not (run_dir / CONFIG_FILE).is_file():
+        return []
+    before, now = leaves(read_sealed(run_dir / CONFIG_FILE)), leaves(tree)
+    deciding = (name for name in now if not name.startswith(("run.", "launch.", "observe.")) or name == "run.seed")
+    return [
+        f"{name} = {now[name]!r} (before: {before[name]!r})"
+        for name in deciding
+        if name in before and before[name] != now[name]
+    ]
+
+
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read a file that :func:`write_sealed` wrote. A file without a checksum, from an older version, is not verified.
+    """Return the content of the JSON file ``path`` that :func:`write_sealed` wrote, after its checksum is verified. In
+    a directory without checksums, from an older version, it is not verified.
 
     Raises :class:`~headrace.base.errors.DataError` where the file has changed since, and ``OSError`` where it cannot be
     read.
@@ -304,12 +336,14 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
 
 
 def _damaged(path: Path, error: Exception) -> DataError:
+    """Return the error to raise for the status or summary file ``path``, which could not be decoded."""
     return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 
 
 def run_file_of(where: Path) -> dict[str, Any] | Path:
-    """Return the run file to evaluate: ``where`` itself where it is a file; for a run directory its settings, with
-    the newest checkpoint as the model."""
+    """Return the run file to evaluate, as :func:`~headrace.run.session.config.load_config` takes it: ``where`` itself
+    if it is a file; if it is a run directory, the run's settings with its newest checkpoint, where it has one, as the
+    model. Raises :class:`~headrace.base.errors.ConfigError` where it is neither."""
     if not where.exists():
         raise ConfigError(f"{where} does not exist", remedy="name a run file, or the directory of a run")
     if not where.is_dir():

@@ -1,4 +1,5 @@
-"""Checks whether the chosen engine can serve the rest of a run. They run before any process is started."""
+"""Checks whether the chosen kind of engine suits the models, devices and settings of a run. They are made before any
+process is started."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from headrace.models.settings import read_config
 from headrace.run.session.config import NATIVE, RunConfig, refuse_interrupt
 
 _CODEC_FORMATS = {"cast_bf16": ("bfloat16",), "cast_fp8": ("float8",)}
-"""The number formats to which lossy codecs round the weights."""
+"""The number formats to which lossy codecs of the weight sync round the weights, by the name of the codec."""
 
 
 def slower_here(config: RunConfig, devices: Devices) -> list[str]:
-    """Return what this machine lacks to run the engine at its full speed, one sentence each; empty where it lacks
-    nothing."""
+    """Return what this machine lacks to run the engine at its full speed, one sentence each, as warnings for the user;
+    an empty list where it lacks nothing. At present this is a C++ compiler for the kernels of an engine on the CPU."""
     engine, model = config.engine, config.model
     compiles = engine.fuses and model.dtype == "float32" and CPU in devices.engines
     if not compiles or config.launch.remote or find_compiler() is not None:
@@ -46,8 +47,9 @@ def refuse_settled(config: RunConfig, other_models: Collection[str], devices: De
 
 
 def _refuse_uneven(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``engine.tensor`` does not divide the heads of the model,
-    so that no server could divide its layers."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the attention heads of the model cannot be divided evenly
+    over ``engine.tensor`` devices (tensor parallelism). Key-value heads may be fewer than devices if they divide their
+    number."""
     tensor = config.engine.tensor
     if tensor == 1:
         return

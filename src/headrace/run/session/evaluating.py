@@ -1,4 +1,8 @@
-"""``headrace eval``: measure a model in its environment on the held-out rows, without training."""
+"""``headrace eval``: measure a model in its environment on the held-out rows, without training.
+
+Each row (task) is attempted several times; an attempt is one episode with a reward, and *passes* with a reward of at
+least ``pass_reward``.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +49,8 @@ PROGRESS_EVERY_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measures:
-    """The measures of an evaluation, and the files that it leaves."""
+    """The options of an evaluation besides the run file: the measures to compute, the engine to use, and the files to
+    keep."""
 
     ks: Sequence[int] = ()
     """The values of ``k`` for pass@k and pass^k; empty: 1, 2, 4, ... up to the number of attempts at each task."""
@@ -56,7 +61,7 @@ class Measures:
     file is kept."""
     max_pages: int = 1000
     """The largest number of episodes that get a page."""
-    elsewhere: RemoteEndpoint | None = None
+    running_engine: RemoteEndpoint | None = None
     """An engine that is running already, with the model's tokenizer; ``None``: the engines of the run file are
     started."""
 
@@ -79,9 +84,10 @@ _POWERS = tuple(2**power for power in range(16))
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an evaluation."""
+    """The result of an evaluation, which :func:`evaluate` returns. An estimate is a value with its 95 % interval."""
 
     model: str
+    """The path of the model, as the settings give it."""
     mean_reward: float
     """The mean reward over all attempts (avg@k, where k is the number of attempts at each task); a failed attempt
     counts as 0."""
@@ -94,6 +100,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     pass_reward: float
     """The least reward with which an attempt passes."""
     tasks: int
+    """The number of tasks."""
     samples: int
     """The number of attempts at each task."""
     temperature: float
@@ -103,6 +110,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """The time from the first request to the last reward."""
     warnings: list[str]
+    """Warnings about the evaluation, in words."""
     directory: str = ""
     """The directory of the pages; empty where none were written."""
 
@@ -136,16 +144,22 @@ def evaluate(
 async def _evaluate(
     prepared: Prepared, measures: Measures, where: Path, on_progress: Callable[[str], None]
 ) -> Evaluation:
-    """Start what an evaluation needs, attempt every row, and write the results."""
+    """Start the scoring and environment workers and the engines, attempt every held-out row, and return the result. If
+    ``measures`` names a running engine, it is used in place of the policy's own engines.
+
+    ``where`` is the directory that the user chose, which receives the pages of episodes, the result and the logs; if
+    the user chose none, it is a temporary directory for logs alone. ``on_progress`` is called with one line of text at
+    a time. Of several errors that occur together, the one that explains the others is raised.
+    """
     run, clock = prepared.config.run, RealClock()
     tokens, reported_s = 0, clock.now()
-    warnings = [] if measures.elsewhere else slower_here(prepared.config, prepared.devices)
-    warnings += prepared.exposed
-    for warning in prepared.exposed:
+    warnings = [] if measures.running_engine else slower_here(prepared.config, prepared.devices)
+    warnings += prepared.isolation_warnings
+    for warning in prepared.isolation_warnings:
         on_progress(f"warning: {warning}")
 
     def count(arrived: int) -> None:
-        """Count tokens that have arrived, and report the progress from time to time."""
+        """Add ``arrived`` sampled tokens to the count, and report it every :data:`PROGRESS_EVERY_S`."""
         nonlocal tokens, reported_s
         tokens += arrived
         if clock.now() - reported_s >= PROGRESS_EVERY_S:
@@ -155,9 +169,11 @@ async def _evaluate(
     book = _page_writer(prepared, measures, where)
     order = make_order(prepared, run_dir=where, snapshot=None, observers=Observers(()))
     listener = EvaluationListener(on_tokens=count, warn=warnings.append, keep=None if book is None else book.keep)
-    on_progress(f"starting scoring workers, {order.devices if measures.elsewhere is None else measures.elsewhere.url}")
+    on_progress(
+        f"starting scoring workers, {order.devices if measures.running_engine is None else measures.running_engine.url}"
+    )
     try:
-        async with _engine(measures.elsewhere) as remote, local_serving(order, remote) as serving:
+        async with _engine(measures.running_engine) as remote, local_serving(order, remote) as serving:
             began_s = clock.now()
             on_progress(f"{plural(len(prepared.eval_tasks), 'row')} × {plural(run.eval_samples, 'attempt')}")
             rewards = await attempt_rewards(serving, run, listener)
@@ -175,8 +191,8 @@ async def _evaluate(
 
 @asynccontextmanager
 async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | None]:
-    """Connect to the running engine at ``where`` for the duration of the context; ``None`` where the engines are
-    started."""
+    """Connect to the running engine at ``where`` for the duration of the context, and yield it; yield ``None`` where
+    ``where`` is ``None``, so that the engines of the run file are started."""
     if where is None:
         yield None
         return
@@ -185,7 +201,8 @@ async def _engine(where: RemoteEndpoint | None) -> AsyncIterator[RemoteEngine | 
 
 
 def _page_writer(prepared: Prepared, measures: Measures, where: Path) -> PageWriter | None:
-    """Return the writer of the pages; ``None`` where no directory was chosen."""
+    """Return the writer of the pages of episodes, which writes into the directory ``where``; ``None`` if the user has
+    chosen no directory, so that no pages are kept."""
     if not measures.directory:
         return None
     shown = PageInputs(
@@ -221,7 +238,8 @@ def _summarize(prepared: Prepared, measures: Measures, rewards: Sequence[Sequenc
 
 
 def _figures(evaluation: Evaluation) -> list[Figure]:
-    """Return the figures that stand at the top of the index page."""
+    """Return the figures that stand at the top of the index page: avg@n, and pass@k and pass^k for each k, each with
+    its interval."""
     named = {f"avg@{evaluation.samples}": evaluation.avg}
     named |= {f"pass@{k}": estimate for k, estimate in evaluation.pass_at.items()}
     named |= {f"pass^{k}": estimate for k, estimate in evaluation.pass_hat.items()}
@@ -238,7 +256,9 @@ _CONTRACT = LoopContract(
 
 
 async def attempt_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:
-    """Return the reward of every attempt at the held-out tasks, by task and attempt.
+    """Make every attempt at the held-out tasks, and return their rewards by task and attempt; a failed attempt counts
+    as 0. ``serving`` has the engines, workers and tasks; ``run`` has the number of attempts, the temperature and the
+    seed; the functions of ``listener`` are called with tokens, warnings and ended episodes.
 
     Raises :class:`~headrace.base.errors.StallError` where there is no progress for ``run.stall_timeout_s``.
     """
@@ -246,6 +266,7 @@ async def attempt_rewards(serving: Serving, run: RunSection, listener: Evaluatio
     evaluator = Evaluator(serving, samples=run.eval_samples, temperature=run.eval_temperature, run_seed=run.seed)
 
     def arrived(tokens: int) -> None:
+        """Note that there is progress, for the watchdog, and pass the number of new tokens on to the listener."""
         board.progress()
         listener.on_tokens(tokens)
 

@@ -1,5 +1,5 @@
-"""The text of a dry run: a description of the run, the settings that differ from their defaults, and all settings on
-request."""
+"""The text of a dry run (``headrace train --dry-run``): a description of the run, the settings that differ from their
+defaults, and all settings on request. Functions return sentences for the user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from headrace.run.session.prepare import Prepared
 
 
 def explain(prepared: Prepared) -> str:
-    """Return a paragraph that describes the run: its size, its staleness, its parts and their devices."""
+    """Return a description of the run ``prepared``, one topic in each line: its tasks and steps, its staleness bound,
+    its engines and learner with their devices, and the other models in it."""
     config = prepared.config
     flow, cores = config.flow, num_cores()
     episodes = flow.groups_per_step * flow.group_size
@@ -70,11 +71,13 @@ PREVIEWS = Registry[Callable[[Prepared], str]](
     setting="the preview",
     check=lambda made: None if callable(made) else "cannot be called",
 )
-"""Functions of a prepared run whose text a dry run prints after that of :func:`explain`."""
+"""Functions, from installed packages too, that return more text about a prepared run; a dry run prints it after that of
+:func:`explain`."""
 
 
 def previews(prepared: Prepared) -> str:
-    """Return the text of each preview, in the order of their names; for a preview that cannot be loaded, the reason."""
+    """Return the texts of all registered previews (:data:`PREVIEWS`) about the run, in the order of their names, a line
+    or more each; for a preview that cannot be loaded, the reason."""
     texts: list[str] = []
     for name in PREVIEWS:
         try:
@@ -85,18 +88,21 @@ def previews(prepared: Prepared) -> str:
 
 
 class Changed(NamedTuple):
-    """A setting whose value differs from its default."""
+    """A setting of a run whose value differs from its default, as a dry run prints it."""
 
     name: str
     """The dotted name, as ``--set`` takes it."""
     value: Any
+    """The value in this run, as JSON has it."""
     default: Any
+    """The default value, as JSON has it; ``None`` also where there is no default."""
     words: str
     """The first sentence of the setting's description."""
 
 
 def changed(config: RunConfig) -> list[Changed]:
-    """Return the settings of a run that differ from their defaults, in the order of a run file."""
+    """Return the settings of a run that differ from their defaults, in the order of the sections of a run file;
+    ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
         Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
@@ -105,9 +111,9 @@ def changed(config: RunConfig) -> list[Changed]:
 
 
 def changed_in_words(config: RunConfig, width: int) -> str:
-    """Return one line for each setting that differs from its default, and below it the meaning, wrapped to ``width``
-    columns."""
-    lines = ["Set here, where the default is another:"]
+    """Return text with a line for each setting that differs from its default, and below it the meaning of the setting,
+    wrapped to about ``width`` columns of the terminal."""
+    lines = ["Differs from the default, by what is set here:"]
     for name, value, default, words in changed(config):
         usual = "" if name == "model.path" else f"  (default {_value(default)})"
         lines.append(f"  {name} = {_value(value)}{usual}")
@@ -116,7 +122,7 @@ def changed_in_words(config: RunConfig, width: int) -> str:
 
 
 def every_setting(config: RunConfig) -> str:
-    """Return all settings as lines of a run file."""
+    """Return all settings of the run, defaults included, as text in the form of a run file."""
     lines: list[str] = []
     for section, settings in config.model_dump(mode="json").items():
         lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
@@ -124,8 +130,8 @@ def every_setting(config: RunConfig) -> str:
 
 
 def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
-    """Yield the settings below the table ``found`` that differ from the table ``usual``; ``above`` is the prefix of
-    their names."""
+    """Yield the settings in ``found``, a section or a table of the run's settings, that differ from ``usual``, the same
+    table with its defaults. ``above`` is the prefix of their dotted names; it is empty for the whole."""
     for key, shown in found.model_dump(mode="json").items():
         here, there = (model.model_dump()[key] for model in (found, usual))
         inside, beside = (dict(model)[key] for model in (found, usual))
@@ -139,7 +145,8 @@ def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -
 
 
 def _shown(value: Any, dumped: Any) -> Any:
-    """Return a setting's value as it is printed: of tables, only what differs from their defaults."""
+    """Return a setting's value as it is printed: ``dumped``, its JSON form, or, where ``value`` is a table or a list of
+    tables, only the entries that differ from their defaults."""
     if isinstance(value, pydantic.BaseModel):
         return _non_default(value)
     if isinstance(value, list | tuple) and value and all(isinstance(each, pydantic.BaseModel) for each in value):
@@ -148,15 +155,16 @@ def _shown(value: Any, dumped: Any) -> Any:
 
 
 def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
-    """Return the entries of a table that differ from their defaults, and its ``kind``."""
+    """Return the entries of a table of settings that differ from their defaults, in JSON form, and always its ``kind``,
+    which selects the class of the table."""
     fields = type(table).model_fields
     shown = table.model_dump(mode="json")
     return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
 
 
 def _sentence(section: pydantic.BaseModel, key: str) -> str:
-    """Return the sentence of a setting's description about its present value, or else the first; empty where there is
-    no description."""
+    """Return one sentence of the description of the setting ``key`` in ``section``: the one about its present value,
+    such as ``plain: always lines``, where there is one, or else the first; empty without a description."""
     kind = type(section)
     description = descriptions(kind).get(key, "") if issubclass(kind, Section) else ""
     described = " ".join(description.replace("``", "").split())
@@ -166,7 +174,8 @@ def _sentence(section: pydantic.BaseModel, key: str) -> str:
 
 
 def _joining_sentences(config: RunConfig) -> list[str]:
-    """Return the sentence about machines that may join; no sentence where ``launch.join`` is not set."""
+    """Return the sentence, in a list, about other machines that may join the run with workers for environments; an
+    empty list where ``launch.join`` is not set."""
     if not config.launch.join:
         return []
     here = "all of them run there" if not config.env.workers else f"beside {config.env.workers} of this machine"
@@ -174,19 +183,21 @@ def _joining_sentences(config: RunConfig) -> list[str]:
 
 
 def _machine_sentences(prepared: Prepared, cores: int) -> list[str]:
-    """Return the sentences about the threads and devices of this machine."""
+    """Return the sentences about the threads of engines and learner, about their devices, and about what makes the run
+    slower or less isolated than it could be. ``cores`` is the number of this machine's processor cores."""
     config = prepared.config
     return [
         f"{_engine_words(config, threads(config.launch.engine_threads, cores))}; learner: "
         f"{plural(threads(config.launch.learner_threads, cores), 'thread')}; this machine has {plural(cores, 'core')}.",
         *_device_sentences(prepared),
         *(f"Slower than it could be: {words}." for words in slower_here(config, prepared.devices)),
-        *(f"Less separate than it could be: {words}." for words in prepared.exposed),
+        *(f"Less separate than it could be: {words}." for words in prepared.isolation_warnings),
     ]
 
 
 def _engine_words(config: RunConfig, num_threads: int) -> str:
-    """Return how many engines there are, and how many threads each has, in words."""
+    """Return in words how many engines there are, those of agents and teachers included, and how many threads each has;
+    ``num_threads`` is the number for all of them."""
     count = config.engine.count + sum(not isinstance(agent, TrainedAgent) for agent in config.env.agents)
     count += len(config.learner.served_teachers)
     if count == 1:
@@ -195,7 +206,8 @@ def _engine_words(config: RunConfig, num_threads: int) -> str:
 
 
 def _device_sentences(prepared: Prepared) -> list[str]:
-    """Return the sentences about the devices, and about the share of GPU memory that each engine takes."""
+    """Return the sentences about the devices of engines and learner, and, for each GPU with an engine, about the memory
+    that its weights and its KV cache take."""
     devices = prepared.devices
     lines = [f"{str(devices)[0].upper()}{str(devices)[1:]}."]
     for device in dict.fromkeys(each for each in devices.engines if each != CPU):
@@ -211,8 +223,8 @@ def _device_sentences(prepared: Prepared) -> list[str]:
 
 
 def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
-    """Return the sentences about the end of the data and about filters; none where every group is attempted and
-    kept."""
+    """Return the sentences about settings that limit which groups are trained: the number of epochs over ``num_rows``
+    rows, after which the run ends, and filters, which drop groups; none without such settings."""
     lines: list[str] = []
     if config.data.epochs is not None:
         groups = config.data.epochs * num_rows
@@ -228,5 +240,6 @@ def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
 
 
 def _value(value: object) -> str:
-    """Return a value as a run file has it; ``(unset)`` for ``None``, which a run file cannot say."""
+    """Return a setting's value as text in the form of a run file; ``(unset)`` for ``None``, which a run file cannot
+    express."""
     return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)

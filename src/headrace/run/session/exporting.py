@@ -21,6 +21,7 @@ from safetensors import SafetensorError
 
 from headrace.base.errors import CheckpointError, ConfigError, nearest
 from headrace.control.saving import CHECKPOINTS
+from headrace.flow.ledger.opening import LOCK_FILE
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint.snapshot import STATE_FILE
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, flush_one, verify, whole_or_nothing
@@ -29,6 +30,7 @@ from headrace.models.hub import is_hub_name, local_directory
 from headrace.rollout.environments.agents import POLICY
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The names of the files of a LoRA adapter, as peft has them."""
 MODEL_FILES = ("config.json", "generation_config.json", "model*.safetensors", "model.safetensors.index.json")
 """Patterns of the files in a checkpoint that other programs read, beside the tokenizer's. The optimizer's files are
 not exported."""
@@ -40,11 +42,12 @@ NumberFormat = Literal["float32", "bfloat16"]
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of an export."""
+    """The result of an export, for the user and for programs (``--json``)."""
 
     source: str
-    """The checkpoint that was exported."""
+    """The directory of the checkpoint, or of the agent's adapter in it, that was exported."""
     directory: str
+    """The new directory with the exported files."""
     kind: Literal["model", "merged adapter", "adapter"]
     agent: str = ""
     """The agent whose adapter was exported; empty for the policy's."""
@@ -87,7 +90,8 @@ def export(
 def _export(
     checkpoint_dir: Path, out: Path, adapter: AdapterForm | None, dtype: NumberFormat | None, agent: str
 ) -> Exported:
-    """Write the weights of a checkpoint to the new directory ``out``, whole or not at all."""
+    """Write the weights of the checkpoint ``checkpoint_dir`` to the new directory ``out``, whole or not at all, and
+    return what was written. The other parameters and the errors are those of :func:`export`."""
     source = _of_agent(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
@@ -127,8 +131,9 @@ def _export(
 
 
 def _of_agent(source: Path, agent: str) -> Path:
-    """Return the directory of the adapter of ``agent``; ``source`` itself for the policy's adapter and for a whole
-    model."""
+    """Return the directory below the checkpoint ``source`` with the adapter of ``agent``; ``source`` itself for the
+    policy's adapter (``agent`` is ``policy``) and where agents have no adapters (``agent`` is empty). Raises
+    :class:`~headrace.base.errors.ConfigError` where the agent is unknown, or must be chosen and is not."""
     found = sorted(path.name for path in (source / AGENTS).glob("*"))
     known = [POLICY, *found] if found else []
     if known and not agent:
@@ -144,10 +149,11 @@ def _of_agent(source: Path, agent: str) -> Path:
 
 
 def _source(where: Path) -> Path:
-    """Return the directory of the weights that ``where`` stands for: the newest checkpoint of a run, or the
-    directory itself."""
+    """Return the directory of the weights to export: the newest whole checkpoint if ``where`` is the directory of a
+    run, or ``where`` itself if it is a checkpoint or a saved policy, whose files are verified. Raises
+    :class:`~headrace.base.errors.ConfigError` where there are no weights."""
     source = where.expanduser().absolute()
-    if (source / CHECKPOINTS).is_dir():
+    if (source / CHECKPOINTS).is_dir() or (source / LOCK_FILE).is_file():
         snapshot = checkpoint.newest_weights(source / CHECKPOINTS)
         if snapshot is None:
             raise ConfigError(f"the run {where} has no whole checkpoint yet", remedy="let it reach its first one")
@@ -165,7 +171,8 @@ def _source(where: Path) -> Path:
 
 
 def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dtype: NumberFormat | None) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for an option that has no effect on these weights."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for an option of the user, ``--adapter`` or ``--dtype``, that
+    would have no effect on the weights in ``source``. ``adapted`` says whether these are an adapter."""
     if adapter is not None and not adapted:
         raise ConfigError(
             f"--adapter {adapter}: {source} holds a whole model and no adapter", remedy="leave --adapter out"
@@ -178,8 +185,9 @@ def _refuse_unused(source: Path, adapted: bool, adapter: AdapterForm | None, dty
 
 
 def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
-    """Write the adapter in ``source``, merged into its base model, into ``out``. Return the share of its changes
-    that rounding lost."""
+    """Merge the adapter in ``source`` into its base model, and write the model into ``out`` in the number format
+    ``dtype``. Return the share of the weights changed by the adapter that equal the base's again after rounding to that
+    format."""
     from headrace.models.lora import read_adapter
     from headrace.models.merge import export_merged
 
@@ -190,12 +198,14 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
 
 
 def _whole(source: Path) -> str:
-    """Return the multimodal checkpoint whose text part was trained; empty for a model of text alone."""
+    """Return the path or hub name of the multimodal checkpoint whose text part the model in ``source`` is, as its
+    configuration says; empty for a model of text alone."""
     return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
 
 
 def _format_of(source: Path) -> NumberFormat:
-    """Return the number format of the weights in ``source``."""
+    """Return the number format of the weights in ``source``, as its configuration says: ``bfloat16``, or else
+    ``float32``."""
     tree = json.loads((source / "config.json").read_text(encoding="utf-8"))
     return "bfloat16" if tree.get("dtype") == "bfloat16" else "float32"
 
@@ -214,7 +224,8 @@ def _write_whole(source: Path, whole: str, out: Path) -> None:
 
 
 def _copy(paths: Iterable[Path], out: Path) -> None:
-    """Copy the files at ``paths`` into the new directory ``out``."""
+    """Create the directory ``out``, and copy the files at ``paths`` into it. If they do not fit on the disk, the
+    directory is removed, and :class:`~headrace.base.errors.CheckpointError` is raised."""
     files = sorted(set(paths))
     out.mkdir()
     with whole_or_nothing(out, sum(path.stat().st_size for path in files) + SLACK_BYTES):

@@ -43,11 +43,12 @@ NUM_PROBED_ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """The facts about a model that a run file depends on."""
+    """The facts about the model that a first run file depends on."""
 
     path: str
     """The path as it was given: a directory, or a name on a hub."""
     directory: str
+    """The local directory of the model; for a name on a hub, its place in the cache."""
     context: int
     """The longest sequence that the model was made for, in tokens."""
     chats: bool
@@ -56,11 +57,15 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
-    """The facts about the rows that a run file depends on."""
+    """The facts about the rows to train on that a first run file depends on. A row is the data of one task; its columns
+    have names."""
 
     path: Path
+    """The file of the rows."""
     rows: Sequence[Row]
+    """All rows of the file; at least one."""
     prompt_column: str
+    """The name of the column that holds the prompts."""
     longest: int
     """The longest prompt of the first :data:`NUM_PROBED_ROWS` rows, in tokens."""
     notes: list[str] = field(default_factory=list)
@@ -68,13 +73,14 @@ class Data:
 
     @property
     def columns(self) -> list[str]:
-        """The columns of the first row."""
+        """The names of the columns of the first row."""
         return list(self.rows[0])
 
 
 def find_model(path: str) -> Model:
-    """Read the context and the chat template of the model at ``path``. Raises
-    :class:`~headrace.base.errors.ModelError`."""
+    """Return the facts about the model at ``path``, a directory or a name on a hub, from which its configuration and
+    tokenizer are fetched, but no weights. Raises :class:`~headrace.base.errors.ModelError` where they cannot be
+    read."""
     directory = local_directory(
         str(Path(path).expanduser()) if path.startswith("~") else path, "--model", weights=False
     )
@@ -84,10 +90,12 @@ def find_model(path: str) -> Model:
 
 
 def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
-    """Read the rows, and tokenize their prompts with the model's tokenizer.
+    """Return the facts about the rows in the file ``path``; the first prompts are tokenized with the tokenizer of
+    ``model`` to find the longest. ``prompt_column`` names the column of the prompts; where it is empty, the first of
+    :data:`PROMPTS` that the rows have is taken.
 
-    Raises :class:`~headrace.base.errors.DataError`, and :class:`~headrace.base.errors.ConfigError` where no column of
-    prompts is found.
+    Raises :class:`~headrace.base.errors.DataError` where the rows or prompts cannot be read, and
+    :class:`~headrace.base.errors.ConfigError` where no column of prompts is found.
     """
     rows = load_rows(path)
     column = prompt_column or next((name for name in PROMPTS if name in rows[0]), "")
@@ -109,13 +117,14 @@ def find_data(path: Path, model: Model, prompt_column: str = "") -> Data:
 
 
 def answer_column(data: Data) -> str:
-    """Return the name of the column that seems to hold the expected answer; empty where none does."""
+    """Return the name of the column that seems to hold the expected answer, by the names in :data:`ANSWERS`; empty
+    where no column has such a name."""
     return next((name for name in ANSWERS if name in data.columns and name != data.prompt_column), "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardChoice:
-    """One reward that is possible with the columns of the rows."""
+    """One reward that is possible with the columns of the rows, as ``headrace init`` offers it to the user."""
 
     name: str
     """The value of ``--reward``: ``file`` for a new ``reward.py``, or the kind of a built-in reward."""
@@ -126,8 +135,9 @@ class RewardChoice:
 
 
 def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
-    """Return the rewards that are possible with the columns of the rows, the recommended one first. ``answers``
-    names the column of the expected answer."""
+    """Return the rewards that are possible with the columns of the rows, the recommended one first; none where there is
+    neither an expected answer nor tests. ``answers`` names the column of the expected answer; where it is empty,
+    :func:`answer_column` looks for it."""
     answers = answers or answer_column(data)
     found: list[RewardChoice] = []
     if answers:
@@ -148,8 +158,9 @@ def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
 
 
 def check_reward(reference: str, data: Data) -> None:
-    """Check that the parameters of a reward in a file are columns of the rows. Raises
-    :class:`~headrace.base.errors.HeadraceError`."""
+    """Check that the reward function ``reference`` (``file.py:function``) exists, and that its parameters besides the
+    completions are columns of the rows. The file is read and not run. Raises
+    :class:`~headrace.base.errors.HeadraceError` where the function cannot be used."""
     path, name = find_in_file(reference, "--reward")
     signature = signature_in(path, name)
     if signature is None:  # only importing the file can tell, as the dry run does at the end
@@ -173,7 +184,8 @@ def own_rewards(directory: Path, data: Data) -> list[str]:
 
 
 def _functions_in(path: Path) -> list[str]:
-    """Return the public functions that a file defines; none of a file that cannot be read."""
+    """Return the names of the public functions that a Python file defines at its top level, without running it; none
+    for a file that cannot be parsed."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError):
@@ -183,14 +195,15 @@ def _functions_in(path: Path) -> list[str]:
 
 
 def held_out_beside(path: Path) -> Path | None:
-    """Return the file beside ``path`` whose name says that it holds held-out rows; ``None`` where there is none."""
+    """Return the first file in the directory of ``path``, and with its suffix, whose name is in :data:`HELD_OUT`, so
+    that it probably holds held-out rows; ``None`` where there is none."""
     names = (f"{name}{path.suffix}" for name in HELD_OUT)
     return next((found for name in names if (found := path.with_name(name)).is_file() and found != path), None)
 
 
 def check_held_out(path: Path, data: Data) -> None:
-    """Check that held-out rows can be read and have the column of the prompts. Raises
-    :class:`~headrace.base.errors.HeadraceError`."""
+    """Check that the held-out rows in ``path`` can be read and have the same column of prompts as ``data``. Raises
+    :class:`~headrace.base.errors.HeadraceError` where they cannot or have not."""
     rows = load_rows(path)
     if data.prompt_column not in rows[0]:
         raise DataError(
@@ -200,8 +213,9 @@ def check_held_out(path: Path, data: Data) -> None:
 
 
 def write_reward(path: Path, column: str) -> str:
-    """Write a reward that compares with ``column``, unless the file exists already. Return its reference,
-    ``file.py:reward``."""
+    """Write a Python file with a reward function, for the user to change, which compares the completion with the column
+    ``column``. A file that exists already is left as it is. Return the reference ``path:reward``, as ``env.reward``
+    takes it."""
     if not path.exists():
         path.write_text(_REWARD.substitute(column=column), encoding="utf-8")
     return f"{path}:reward"
@@ -209,18 +223,20 @@ def write_reward(path: Path, column: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstRun:
-    """The content of a first run file."""
+    """The choices from which ``headrace init`` writes a first run file: model, rows and reward. The sizes in the file
+    depend on the machine."""
 
     model: Model
     data: Data
     reward: str | RewardChoice
-    """``file.py:function``, or a built-in reward."""
+    """The reward: ``file.py:function``, or a built-in reward with its column."""
     eval_path: Path | None = None
     """The file of held-out rows; ``None`` where there is none."""
 
     def text(self, directory: Path) -> str:
-        """Return the text of the run file. Paths below ``directory`` are relative to it, as a run file there reads
-        them."""
+        """Return the text of the run file, in TOML. Paths below ``directory``, where the file will be, are written
+        relative to it; all others are absolute. Raises :class:`~headrace.base.errors.ConfigError` where the longest
+        prompt leaves no room for an answer."""
         gpu = num_gpus() > 0
         rows = len(self.data.rows)
         room = self.model.context - self.data.longest
@@ -246,7 +262,8 @@ class FirstRun:
         )
 
     def _reward(self, directory: Path) -> str:
-        """Return the lines of the run file that choose the reward."""
+        """Return the lines of the run file that choose the reward, with its path relative to ``directory``, where the
+        run file will be."""
         if isinstance(self.reward, RewardChoice):
             key = "tests_column" if self.reward.name == "code" else "answer_column"
             return f"[[env.rewards]]\nkind = {_toml(self.reward.name)}\n{key} = {_toml(self.reward.column)}"
@@ -256,12 +273,13 @@ class FirstRun:
 
     @property
     def _is_hub_name(self) -> bool:
-        """True where the model is a name on a hub, not a directory."""
+        """True where the model was given as a name on a hub, which the run file keeps, not as a directory."""
         return self.model.directory != str(Path(self.model.path).expanduser())
 
     def write(self, out: Path, *, force: bool = False) -> None:
-        """Write the run file to ``out`` once a dry run has accepted it. Raises
-        :class:`~headrace.base.errors.HeadraceError`."""
+        """Write the run file to ``out`` after a dry run of it has succeeded; otherwise ``out`` is not touched. Raises
+        :class:`~headrace.base.errors.HeadraceError` where the dry run fails, where the file cannot be written, and
+        where it exists and ``force`` is false."""
         refuse_existing(out, force=force)
         trial = out.with_name(f".{out.name}.tmp")
         try:
@@ -275,7 +293,8 @@ class FirstRun:
 
 
 def refuse_existing(out: Path, *, force: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where ``out`` exists and ``force`` is false."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where the file ``out`` exists and ``force``, the user's
+    permission to write over it, is false."""
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already", remedy="name another file (--out), or write over it (--force)")
 
@@ -287,7 +306,7 @@ def _relative_path(path: Path, directory: Path) -> str:
 
 
 def _toml(text: str) -> str:
-    """Return ``text`` as a TOML string; TOML accepts the strings of JSON."""
+    """Return ``text`` as a quoted string for a TOML file. It is quoted as in JSON, which TOML accepts."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,5 +1,9 @@
 """The models that have engines of their own beside the policy's: those of teachers and of other agents, and the
-checks of both."""
+checks of both.
+
+A *teacher* is a model whose logprobs the policy learns from. A *frozen agent* answers in episodes beside the policy and
+is not trained. A *row* is the data of one task.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,9 @@ from headrace.run.session.config import RunConfig
 def teacher_orders(
     config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
-    """Return the launch order of each teacher that has an engine of its own, by name.
+    """Return, by the teacher's name, what to launch for each teacher that has an engine of its own: its model, its
+    context, and how it is asked. ``tasks`` are the rows to train on, with prompts of the policy's ``tokenizer``;
+    ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
     :class:`~headrace.base.errors.ModelError` where a teacher has another vocabulary or too short a context, where a row
@@ -64,7 +70,8 @@ def teacher_orders(
 
 
 def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
-    """Return the model that a teacher's engine loads; ``policy`` is the model that is trained."""
+    """Return the model that a teacher's engine loads: the initial weights of the policy where the teacher has no path,
+    otherwise the model, or the adapter on the policy's base, in that path. ``policy`` is the model that is trained."""
     if teacher.path is None:
         return policy.of_policy()
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
@@ -76,13 +83,14 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
 
 
 def _vocabulary(path: str) -> int:
-    """Return the number of entries in the vocabulary of a model."""
+    """Return the size of the vocabulary that the configuration of the model in ``path`` states."""
     size: int = read_config(path).vocab_size
     return size
 
 
 def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting: str, context: int) -> None:
-    """Raise an error where the teacher's model has another vocabulary, or a context shorter than ``context`` tokens."""
+    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy's, or cannot read
+    ``context`` tokens. ``setting`` names the teacher's setting in the error. The policy's own model is not checked."""
     if teacher.path is None or path == config.model.path:
         return
     with called(f"{setting} path"):
@@ -96,7 +104,8 @@ def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting:
 
 
 def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` for a row whose ``column`` does not name one of the teachers."""
+    """Raise :class:`~headrace.base.errors.DataError` for the first row whose ``column`` does not hold one of ``names``,
+    the teachers. With several teachers, each row must say which of them scores its answers."""
     for task in tasks:
         named = task.row.get(column)
         if named not in names:
@@ -110,7 +119,8 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
 def _prompts(
     config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
-    """Return for each row the tokens that the teacher reads in place of the row's prompt."""
+    """Return for each row the token ids that the teacher reads in place of the row's prompt: its setting
+    ``engine.prompt``, a template, filled in with the row. ``setting`` names the teacher in errors."""
     if config.env.remote:
         raise ConfigError(
             f"{setting} engine.prompt replaces the row's prompt, and with env.kind={config.env.kind!r} the "
@@ -124,7 +134,8 @@ def _prompts(
 
 
 def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
-    """Return the prompt of one row with ``template`` filled in; of a list of messages, the last message is replaced."""
+    """Return the teacher's prompt for one row: ``template`` filled in. If the row's prompt is a list of messages, the
+    result is that list with the filled template as the text of the last message. ``setting`` is for errors."""
     if isinstance(task.prompt, str):
         return _text(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
@@ -138,7 +149,8 @@ def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any
 
 
 def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
-    """Return ``template`` with the columns of the row and its prompt in the place of their names."""
+    """Return ``template`` with the values of the row's columns in place of their names in braces, and with ``prompt``
+    in place of ``{prompt}``. Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
     try:
         return template.format_map({**row, "prompt": prompt})
     except KeyError as missing:

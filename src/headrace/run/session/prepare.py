@@ -1,5 +1,9 @@
 """Everything that is loaded and checked before any process starts (rows, prompts, the reward's file, devices, the
-context length), and the launch order that follows from it."""
+context length), and the launch order that follows from it.
+
+A *row* is the data of one task, by column; a *task* is a row with its prompt as token ids. A *hub* model is one that is
+named by its repository and not by a directory.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,7 @@ from headrace.learner.disk import verify_model
 from headrace.models import ModelConfig, load_tokenizer
 from headrace.models.devices import Devices, num_gpus, settle
 from headrace.models.endings import stop_ids
-from headrace.models.load import num_weight_bytes, supported_config
+from headrace.models.load import num_weight_bytes, refuse_other_vocabulary, refuse_settings, supported_config
 from headrace.models.mixtures import routes
 from headrace.models.settings import limit_of, model_directory, read_config
 from headrace.rollout import Chat
@@ -56,7 +60,8 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """The objects that a caller passes in Python instead of naming them in the run file."""
+    """The objects that a caller passes in Python instead of naming them in the run file, and how thoroughly to
+    check."""
 
     data: Rows | None = None
     """The rows to train on; ``None``: those of ``data.path``."""
@@ -74,12 +79,14 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """Everything that the launch of a run needs, beside the configuration."""
+    """Everything that a run or an evaluation needs to start, loaded and checked by :func:`prepare`."""
 
     config: RunConfig
-    """The settings, with the reward's reference filled in."""
+    """The settings, with the reward's reference filled in, and with local directories in place of hub models."""
     tasks: Sequence[Task]
+    """The tasks to train on; empty for an evaluation."""
     eval_tasks: Sequence[Task]
+    """The held-out tasks."""
     sampling: Sampling
     """The sampling parameters of training; the seed is replaced for every turn."""
     max_context: int
@@ -95,12 +102,16 @@ class Prepared:
     teachers: Mapping[str, TeacherOrder]
     """The teachers that have engines of their own, by name."""
 
-    exposed: Sequence[str] = ()
+    isolation_warnings: Sequence[str] = ()
     """Warnings about what the programs of episodes can read of one another on this machine."""
 
     def fingerprint(self) -> str:
-        """Return a hash of the settings and rows that decide what is learned. Left out are the length of the run,
-        its place, its display, and when it is saved, evaluated and given up: of ``[run]`` the seed alone counts."""
+        """Return a hash of the settings and rows that decide what is learned, 16 hexadecimal digits. It tells whether a
+        run that is resumed or replayed is still the same run.
+
+        Not part of it are launch, display and devices of the run, and the section ``[run]`` except for its seed, so
+        that a resumed run may, for example, be longer or run on other devices.
+        """
         where: dict[str, set[str] | bool] = {
             "launch": True,
             "engine": {"device", "cache_share", "count", "tensor", "pipeline", "server"},
@@ -117,10 +128,11 @@ class Prepared:
 
 
 def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights: bool = True) -> Prepared:
-    """Load and check everything that a run needs, and return it.
+    """Load and check everything that a run with the settings ``config`` needs, and return it. No process of the run is
+    started.
 
-    Where ``training`` is false, only the held-out rows are needed. Where ``weights`` is false, the weights of hub
-    models are not fetched.
+    Where ``training`` is false, as for an evaluation, only the held-out rows are needed. Where ``weights`` is false, as
+    in a dry run, the weights of hub models are not fetched.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
@@ -137,6 +149,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     verify_model(Path(config.model.path))
     if training and inputs.look:
         supported_config(config.model.path)
+    elif training:  # without torch, which takes seconds; engine and learner look at the rest
+        refuse_settings(config.model.path, read_config(config.model.path))
     if training:
         _check_own_loss(config)
         _refuse_absent(config)
@@ -151,7 +165,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     _refuse_unsendable([*tasks, *eval_tasks])
     refuse_missing_columns(config.env.components, [*tasks, *eval_tasks], look=inputs.look)
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
-    facts = RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=limit_of(config.model.path))
+    facts = _row_facts(config, tasks, eval_tasks)
     refuse(ROWS, config, facts)
     refuse_misfits(config, facts.context)
     if weights:  # last, since it may take long: all other errors have been reported by now
@@ -167,18 +181,29 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         devices=devices,
         agents=agents,
         teachers=teacher_orders(config, tasks, tokenizer, facts.context) if training else {},
-        exposed=_exposed(config),
+        isolation_warnings=_isolation_warnings(config),
     )
 
 
-def _exposed(config: RunConfig) -> list[str]:
-    """Return the warnings about programs that are not kept apart; none if no programs run on this machine."""
+def _row_facts(config: RunConfig, tasks: list[Task], eval_tasks: list[Task]) -> RowFacts:
+    """Return the facts that the rules about rows read (:data:`~headrace.run.rules.start.ROWS`): settings, tasks, and
+    the context limit and vocabulary size of the model."""
+    path = config.model.path
+    known = read_config(path).vocab_size
+    return RowFacts(config=config, tasks=tasks, eval_tasks=eval_tasks, limit=limit_of(path), vocab_size=known)
+
+
+def _isolation_warnings(config: RunConfig) -> list[str]:
+    """Return warnings where episodes run programs on this machine, and these can read data of one another; none in any
+    other case."""
     env = config.env
     return exposed_here(own_namespace=env.own_namespace) if env.kind == "program" and env.workers else []
 
 
 def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[list[Row], list[Row]]:
-    """Return the rows to train on and the held-out rows.
+    """Return the rows to train on and the held-out rows, from ``inputs`` or from the files of the settings. Without
+    either, rows are numbered where ``data.count`` or ``data.eval_count`` says how many. Without ``training`` there are
+    no rows to train on.
 
     Raises :class:`~headrace.base.errors.ConfigError` where rows that are needed are not set.
     """
@@ -194,7 +219,8 @@ def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[
 
 
 def refuse_inside_a_run() -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` in a process of a run.
+    """Raise :class:`~headrace.base.errors.ConfigError` if this process is itself part of a run, such as a scoring
+    worker. ``train`` and ``evaluate`` call it first.
 
     Otherwise a script that the run imports for its reward would start another run, and so on without end.
     """
@@ -206,8 +232,9 @@ def refuse_inside_a_run() -> None:
 
 
 def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
-    """Return the devices of the engines and of the learner; ``num_others`` counts the engines of agents and
-    teachers."""
+    """Return the devices of the engines and of the learner's ranks, as the settings and the machine determine them.
+    ``gpus`` is the number of GPUs of this machine, and ``num_others`` the number of engines of agents and teachers;
+    without ``training`` there is no learner."""
     num_engines, num_ranks = config.engine.count + num_others, config.learner.parallel.world if training else 0
     if config.launch.cluster is not None:
         return config.launch.cluster.devices(config.launch, num_engines, num_ranks)
@@ -223,7 +250,8 @@ def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -
 
 
 def _check_own_loss(config: RunConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` where a custom loss breaks the contract of losses."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where a custom loss, a function of the user, fails the contract
+    suite of losses. Other losses are not checked."""
     if not isinstance(config.algo.loss, Custom):
         return
     from headrace.algo.check import check_loss
@@ -237,8 +265,8 @@ def _check_own_loss(config: RunConfig) -> None:
 
 
 def _refuse_absent(config: RunConfig) -> None:
-    """Raise an error where a directory that the learner reads does not exist, or its files differ from their
-    checksums."""
+    """Raise an error where the directory of a model or adapter that the learner reads besides the policy's (reference,
+    teacher, critic, initial adapter) does not exist, or where its files differ from their checksums."""
     learner, lora = config.learner, config.model.lora
     paths = {
         f"learner.{name}.path": policy.path
@@ -255,6 +283,9 @@ def _refuse_absent(config: RunConfig) -> None:
             )
         if path:
             verify_model(Path(path))
+    for name, policy in learner.policies.items():
+        if isinstance(policy, OtherModel):
+            refuse_other_vocabulary(policy.path, config.model.path, f"learner.{name}.path")
 
 
 def _refuse_ranks(config: RunConfig) -> None:
@@ -267,8 +298,9 @@ def _refuse_ranks(config: RunConfig) -> None:
 
 
 def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
-    """Return the settings with the absolute reference of the reward. Raises
-    :class:`~headrace.base.errors.ConfigError` where there is none, or two."""
+    """Return the settings with an absolute path in the reference of the reward (``file.py:function``), which is that of
+    ``inputs``, where it has one. Raises :class:`~headrace.base.errors.ConfigError` where there is no reward, although
+    one is needed, or where there are two."""
     env = config.env
     if env.rewards and inputs.reward is None:
         rewards = tuple(reward.check() for reward in env.rewards)
@@ -285,7 +317,8 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
 
 
 def _with_entry(config: RunConfig) -> RunConfig:
-    """Return the settings with the absolute path of the environment's file, after a check that it exists."""
+    """Return the settings with the absolute path of the environment's file in ``env.entry``, after a check that it
+    exists; of a program or a bridge, only the check is made. A setting that is empty is left so."""
     if config.env.kind == "program":
         find_program(config.env.argv)
     if config.env.kind == "bridge":
@@ -321,7 +354,9 @@ def _refuse_what_workers_lack(config: RunConfig) -> None:
 
 
 def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
-    """Return the rows in ``given`` or in the file ``path``; without either, one row for each of ``numbers``."""
+    """Return the rows in ``given``, which a caller passed in Python, or in the file ``path``; without either, one row
+    ``{"number": n}`` for each of ``numbers``, for environments that generate their tasks. ``name`` is the setting of
+    the path; the error is about it where rows are both set and given."""
     if given is not None:
         if path or numbers:
             instead = f"{name}={path!r}" if path else name.replace("path", "count") + f"={len(numbers)}"
@@ -331,10 +366,11 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
 
 
 def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
-    """Return the sampling parameters of training.
+    """Return the sampling parameters of training. ``endings`` are the token ids that end an answer.
 
-    They ask the engine to record what the losses need to recompute log-probabilities: kept-sets under top-k, top-p,
-    min-p or a structure, and experts of a mixture. Raises :class:`~headrace.base.errors.ConfigError` for a structure
+    They ask the engine to record what the learner needs to recompute logprobs: the kept-sets (the tokens that top-k,
+    top-p, min-p or a structure left at each position), and the experts of a mixture; also entropies, where they are
+    used. Raises :class:`~headrace.base.errors.ConfigError` for a structure
     that this tokenizer cannot keep to.
     """
     engine = config.engine
@@ -364,10 +400,12 @@ def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tu
 
 
 _CODEC = MessageCodec(ScoreCompletions)
+"""The encoding of requests to the scoring workers."""
 
 
 def _as_sent(task: Task) -> bytes:
-    """Return the row as it is encoded for the scoring workers."""
+    """Return the row and the prompt of a task as the bytes of a request to a scoring worker without completions. The
+    bytes show whether the row can be sent, and identify its content."""
     return _CODEC.encode(ScoreCompletions(call=0, prompt=task.prompt, completions=(), row=task.row))
 
 
@@ -385,8 +423,9 @@ def _refuse_unsendable(tasks: Sequence[Task]) -> None:
 
 
 def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, observers: Observers) -> LaunchOrder:
-    """Return the order for the launcher; ``snapshot`` is the directory of a resumed run's weights and optimizer
-    state."""
+    """Return the order for the launcher, which says what processes to start and with what. ``run_dir`` is the directory
+    of the run; ``snapshot`` is the directory of the weights and the optimizer state from which a resumed run continues,
+    ``None`` for a new run; ``observers`` receive the spans and events of the processes."""
     config = prepared.config
     return LaunchOrder(
         model=config.model,
@@ -417,7 +456,8 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
 
 
 def _version_bytes(config: RunConfig) -> int:
-    """Return the size of the weights that the learner publishes; 0 for adapters, which are small."""
+    """Return the size in bytes of one version of the weights, as the learner publishes it; 0 where only adapters are
+    trained, which are small."""
     if config.model.lora is not None:
         return 0
     bytes_per_number = {"float32": 4, "bfloat16": 2}[config.model.dtype]
@@ -425,13 +465,15 @@ def _version_bytes(config: RunConfig) -> int:
 
 
 def row_order(config: RunConfig, num_rows: int) -> RowOrder:
-    """Return the function from the number of a group to its row, for a run without a curriculum."""
+    """Return the function from the number of a group, from 0, to the index of its row among ``num_rows``, or to
+    ``None`` after the last epoch. It is used in a run without a curriculum."""
     data = config.data
     return RowOrder(num_rows=num_rows, seed=config.run.seed, shuffle=data.shuffle, epochs=data.epochs)
 
 
 def curriculum(config: RunConfig, num_rows: int) -> Curriculum | None:
-    """Return the curriculum that ``data.curriculum`` configures; ``None`` where it is not set."""
+    """Return the curriculum that ``data.curriculum`` configures, which chooses the row of each group; ``None`` where it
+    is not set. ``num_rows`` is the number of rows to train on."""
     data = config.data
     if data.curriculum is None:
         return None

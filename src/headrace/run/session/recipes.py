@@ -39,9 +39,11 @@ DECIDED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The design decisions of one system, and the settings that reproduce them."""
+    """The design decisions of one published system for RL of language models, and the settings with which a run of
+    Headrace behaves like it (``--like NAME``)."""
 
     name: str
+    """The name of the recipe: that of its file, without ``.toml``."""
     system: str
     """The name that its authors give the system."""
     says: str
@@ -57,6 +59,8 @@ class Recipe:
 
 
 def _problem(made: Any) -> str | None:
+    """Return what is wrong with ``made``, which a package has registered as a collection of recipes; ``None`` if it is
+    a function, as it must be."""
     return None if callable(made) else "cannot be called"
 
 
@@ -67,7 +71,7 @@ COLLECTIONS = Registry[Callable[[], Mapping[str, Recipe]]](
 
 
 def read_recipes(package: str) -> dict[str, Recipe]:
-    """Return the recipes of a package by name: each file ``NAME.toml`` in it is one."""
+    """Return the recipes in the folder of the Python package ``package``, by name: each file ``NAME.toml`` is one."""
     found = [
         _read(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
         for entry in files(package).iterdir()
@@ -111,7 +115,8 @@ def left_open(tree: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read(name: str, text: str) -> Recipe:
-    """Return the recipe in ``text``: a head of descriptions, an empty line, and the settings."""
+    """Return the recipe called ``name`` that ``text``, the content of its file, describes: first a table ``[recipe]``
+    of descriptions, then an empty line, and then the settings as in a run file."""
     head, _, toml = text.partition("\n\n")
     words = tomllib.loads(head)["recipe"]
     assert set(words) == {"system", "says", "differs", *AXES}, f"{name}.toml: {sorted(words)}"

@@ -66,13 +66,17 @@ def recorded_settings(run_dir: Path) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayRecording:
-    """The record of a run that can be repeated."""
+    """The record of a run from which a replay repeats it: what was trained at which step, and what the engine received
+    when."""
 
     run_dir: Path
+    """The directory of the recorded run."""
     config: RunConfig
+    """The settings of the recorded run."""
     ledger: Ledger
+    """The ledger of the recorded run, its record of groups, episodes and tokens; open for reading."""
     facts: Facts
-    """The facts that each part reported when it started, by its role."""
+    """The facts that each part reported when it started, such as its number of threads, by its role."""
     checksums: Mapping[int, str]
     """The hash of the weights of every committed version."""
     steps: Mapping[int, tuple[int, ...]]
@@ -101,8 +105,9 @@ class ReplayRecording:
 
     @classmethod
     def _read(cls, run_dir: Path, config: RunConfig, ledger: Ledger) -> ReplayRecording:
-        """Read the record, and raise :class:`~headrace.base.errors.ConfigError` for anything in the run that was not
-        recorded."""
+        """Return the record of the run in ``run_dir``, whose settings and ledger are open already. Raises
+        :class:`~headrace.base.errors.ConfigError` if something that a replay needs was not recorded, or if the run
+        depended on a clock or a crash, which cannot be repeated."""
         num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if num_lives > 1:
             raise _refused(
@@ -120,7 +125,7 @@ class ReplayRecording:
         if config.flow.pivots is not None:
             raise _refused(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
         if not config.engine.can.seeds:
-            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws no seed fixes")
+            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
             raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         conservation = ledger.conservation()
@@ -134,12 +139,13 @@ class ReplayRecording:
             )
         steps = ledger.steps()
         if not steps or sorted(steps) != list(range(len(steps))):
-            raise _refused(run_dir, f"its ledger holds {len(steps)} steps, and not one after the other from the first")
+            raise _refused(
+                run_dir, f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
+            )
         handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
         missing = checksums.keys() - {each.version for each in handled}
         if missing:
             raise _refused(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
-        attempts = ledger.attempts(0)
         return cls(
             run_dir=run_dir,
             config=config,
@@ -147,13 +153,13 @@ class ReplayRecording:
             facts=read_sealed(run_dir / FACTS_FILE),
             checksums=checksums,
             steps=steps,
-            rows=tuple(attempt.row for attempt in attempts),
+            rows=tuple(group.row for group in ledger.attempts(0)),
             handled=handled,
         )
 
     def refuse_other(self, prepared: Prepared) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared`` differ from
-        the recorded ones."""
+        """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared``, the replay, are
+        not those of the recorded run. Settings in :data:`CHANGEABLE` may differ."""
         mine, theirs = _flat(prepared.config), _flat(self.config)
         for key in sorted(mine.keys() | theirs.keys()):
             changeable = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
@@ -168,8 +174,9 @@ class ReplayRecording:
             raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
     def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
-        """Return the launch order with the recorded number of threads and cache blocks, and without the time limits
-        that end an attempt."""
+        """Return the launch order of the replay, made from ``order``: it has the recorded numbers of threads and cache
+        blocks, no restarts and no effective time limits, and an engine that follows the recorded messages. The engine
+        reports a message that does not arrive after a share of ``stall_timeout_s`` seconds."""
         engine, learner = self.facts["engine"], self.facts["learner"]
         world = order.learner.parallel.world
         launch = {
@@ -196,8 +203,8 @@ class ReplayRecording:
         )
 
     def settings(self, settings: ControlSettings) -> ControlSettings:
-        """Return the settings of the controller with the recorded number of steps, and with the recorded groups in
-        each step."""
+        """Return the controller's settings for the replay, made from ``settings``: the recorded number of steps, the
+        recorded row of each group, and a flow policy that trains the recorded groups in each step."""
         policy = settings.flow.policy
         recorded = RecordedPolicy(
             starts=self._starts(),
@@ -214,8 +221,9 @@ class ReplayRecording:
         )
 
     def _starts(self) -> tuple[int, ...]:
-        """Return for each group the version that the engine had when the first request of this group, or of a later
-        one, arrived."""
+        """Return for each group, by number, the policy version that the engine had committed when the first request of
+        this group, or of a later one, arrived; a version that the run never reaches where there was no such request.
+        The replay does not start the group before that version."""
         size, seed = self.config.flow.group_size, self.config.run.seed
         groups = {
             episode_seed(seed, EpisodeKey(number, place)): number
@@ -236,8 +244,8 @@ class ReplayRecording:
         return tuple(starts)
 
     def refuse_machine(self, facts: Facts) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` where a part reports other facts than in the recorded
-        run, such as another version of torch."""
+        """Raise :class:`~headrace.base.errors.ConfigError` where a part of the replay (engine or learner) reports, in
+        ``facts``, another value than in the recorded run, such as another version of torch: bits could then differ."""
         for role, known in self.facts.items():
             for name, value in facts[role].items():
                 if name != "weights_address" and known.get(name) != value:
@@ -248,10 +256,11 @@ class ReplayRecording:
 def opened_recording(
     replay: str | Path, prepared: Prepared, *, resume: bool = False
 ) -> Iterator[ReplayRecording | None]:
-    """Open the record of the run in the directory ``replay``, which the prepared run repeats; ``None`` where ``replay``
-    is empty.
+    """Open the record of the run in the directory ``replay``, which the run ``prepared`` is to repeat, for the duration
+    of the context; yield ``None`` where ``replay`` is empty, so that the run is not a replay.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where it cannot be repeated.
+    Raises :class:`~headrace.base.errors.ConfigError` where the recorded run cannot be repeated, where ``prepared`` is
+    another run, and where ``resume`` (continue a run that was begun) is true.
     """
     if not replay:
         yield None
@@ -272,19 +281,22 @@ def opened_recording(
 
 
 class ReplayComparison:
-    """A writer of the ledger that compares every operation with ``recording`` and then passes it on to ``writer``.
+    """A ledger writer for a replay: it compares every ended episode and every committed version with the recorded run,
+    and passes all operations on to the writer of the replay's own ledger.
 
-    Raises :class:`~headrace.base.errors.ReplayDiffers` at the first difference.
+    Raises :class:`~headrace.base.errors.ReplayDiffers` at the first difference, which ends the replay.
     """
 
     def __init__(self, writer: LedgerWriter, recording: ReplayRecording) -> None:
+        """Compare with ``recording``, and pass operations on to ``writer``."""
         self._writer = writer
         self._recording = recording
         self._expected: dict[int, dict[int, EpisodeGraph]] = {}
         self._left = dict(recording.checksums)
 
     def write(self, operation: Operation) -> None:
-        """Compare an operation with the recorded run, then write it."""
+        """Compare an operation of the ledger with the recorded run, if it ends an episode or commits a version, and
+        then pass it on."""
         match operation:
             case EndEpisode(episode=episode) if self._left:  # later episodes follow no recorded order
                 self._compare(episode)
@@ -293,13 +305,17 @@ class ReplayComparison:
         self._writer.write(operation)
 
     async def flush(self, *, durable: bool = False) -> None:
+        """Wait until every operation is recorded in the replay's ledger; with ``durable``, until the records would
+        survive a power failure."""
         await self._writer.flush(durable=durable)
 
     def close(self) -> None:
+        """Close the writer of the replay's ledger."""
         self._writer.close()
 
     def finish(self, summary: Summary) -> Summary:
-        """Return the summary with the number of versions that agree.
+        """Return the summary of the replay, which has ended, with the number of versions whose weights agree: all that
+        were recorded.
 
         Raises :class:`~headrace.base.errors.ReplayDiffers` where the replay ended before the last recorded version.
         """
@@ -311,7 +327,9 @@ class ReplayComparison:
         return msgspec.structs.replace(summary, versions_agree=len(self._recording.checksums))
 
     def _check(self, commit: CommitVersion) -> None:
-        """Compare the hash of a committed version with the recorded hash."""
+        """Compare the hash of the weights of a committed version with the recorded hash; raise
+        :class:`~headrace.base.errors.ReplayDiffers` if they differ. A version that the recorded run did not commit is
+        not compared."""
         expected = self._left.get(commit.version)
         if expected is None:
             return
@@ -326,12 +344,14 @@ class ReplayComparison:
         del self._left[commit.version]
 
     def _agreed(self) -> str:
-        """Return how many of the recorded versions have agreed so far, in words."""
+        """Return in words how many of the recorded versions of the weights have agreed so far, for error messages."""
         total = len(self._recording.checksums)
         return f"{total - len(self._left)} of {total} versions agree"
 
     def _compare(self, now: EpisodeGraph) -> None:
-        """Compare an ended episode with the recorded one."""
+        """Compare an ended episode with the recorded one of the same key, and raise
+        :class:`~headrace.base.errors.ReplayDiffers` if they differ. Not compared is an episode that did not end in the
+        recorded run, or that was left out."""
         number, place = now.key.group, now.key.place
         if number not in self._expected:
             self._expected[number] = {each.key.place: each for each in self._recording.ledger.episodes(number)}
@@ -353,8 +373,9 @@ class ReplayComparison:
 
 
 def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
-    """Return the first difference between two episodes, as the first half of a sentence that the place of the other
-    episode ends; empty where they are bit for bit the same."""
+    """Return the first difference between an episode of the replay, ``now``, and the recorded one, ``then``, in words
+    that end with the recorded value (``its reward is 1.0, and was 0.0``); an empty string if they are the same bit for
+    bit."""
     if len(now.turns) != len(then.turns):
         return f"it has {len(now.turns)} turns, and {len(then.turns)}"
     for index, (turn, other) in enumerate(zip(now.turns, then.turns, strict=True)):
@@ -370,7 +391,8 @@ def difference(now: EpisodeGraph, then: EpisodeGraph) -> str:
 
 
 def _turns_differ(now: Turn, then: Turn) -> str:
-    """Return the first difference between two turns, in words; empty where they are bit for bit the same."""
+    """Return the first difference between the tokens, versions and logprobs of a turn in the replay, ``now``, and in
+    the recorded run, ``then``, in words; an empty string if they are the same bit for bit."""
     length, other = len(now.tokens), len(then.tokens)
     both = min(length, other)
     for name, mine, theirs in (
@@ -386,11 +408,11 @@ def _turns_differ(now: Turn, then: Turn) -> str:
 
 
 def _flat(config: RunConfig) -> dict[str, Any]:
-    """Return every setting by its dotted name."""
+    """Return every setting of ``config``, as it is recorded, by its dotted name such as ``flow.max_age``."""
     found: dict[str, Any] = {}
 
     def walk(prefix: str, tree: dict[str, Any]) -> None:
-        """Add the values of a nested dictionary by their dotted names."""
+        """Add the values of the nested dictionary ``tree`` to ``found``, with ``prefix`` before their names."""
         for key, value in tree.items():
             if isinstance(value, dict) and value:
                 walk(f"{prefix}{key}.", value)
@@ -402,7 +424,8 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
 
 def _refused(run_dir: Path, why: str) -> ConfigError:
-    """Return the error for a run that cannot be repeated."""
+    """Return the error to raise for the run in ``run_dir``, which cannot be repeated. ``why`` is the reason, as the end
+    of a sentence."""
     return ConfigError(
         f"the run in {run_dir} cannot be replayed: {why}",
         remedy="replay another run; headrace ledger RUN --replay trains the batches of any",

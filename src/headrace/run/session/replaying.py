@@ -1,4 +1,8 @@
-"""``headrace ledger RUN --replay``: train a fresh learner on the recorded batches of a run, and compare the weights."""
+"""``headrace ledger RUN --replay``: train a fresh learner on the recorded batches of a run, and compare the weights.
+
+The *ledger* is the durable record of a run: its groups of episodes with all tokens, and the hash of the weights of
+every committed version. Step k trains weights of version k and makes version k + 1.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,8 @@ from headrace.sync.transports import make_publisher
 
 
 class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of the comparison between the weights of a fresh learner and those of the run."""
+    """The result of :func:`replay`: whether a fresh learner, which trained the recorded batches again, has the same
+    weights as the run after each step."""
 
     steps: int
     """The number of steps that were trained again."""
@@ -44,7 +49,7 @@ class Replay(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def first_difference(self) -> int | None:
-        """The first version that differs; ``None`` where all agree."""
+        """The first version whose weights differ; ``None`` where all agree."""
         return min(self.differ, default=None)
 
 
@@ -88,8 +93,8 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:
-    """Return a route in a scratch directory. Its codec is the run's, since the hashes are those of the encoded
-    weights."""
+    """Return the settings by which the fresh learner publishes its weights: into files in the directory ``scratch``,
+    with the run's codec, since the recorded hashes are those of the encoded weights."""
     return Route(codec=config.sync.codec, address=str(scratch / "weights"))
 
 
@@ -106,7 +111,8 @@ def _settings(run_dir: Path) -> RunConfig:
 
 
 def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
-    """Return the batch of ``step`` from the recorded groups ``numbers``, as the run's feeding loop made it."""
+    """Return the batch that the run trained in ``step``, made again from the groups ``numbers`` in the ledger: their
+    credit is computed, and tokens that were too old or lacked a teacher's scores carry no loss, as in the run."""
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]
     flow = config.flow
     weight = 1.0 if flow.pivots is None else flow.pivots.weight

@@ -1,4 +1,8 @@
-"""Run coroutines from plain functions, with Ctrl-C, and find the cause in a group of errors."""
+"""Run coroutines from plain functions, so that Ctrl-C reaches them, and find the cause in a group of errors.
+
+``train`` and ``evaluate`` are plain functions whose work is a coroutine. Where an event loop is running already, as in
+a notebook, the coroutine runs in another thread, which Ctrl-C does not reach by itself.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,8 @@ T = TypeVar("T")
 
 
 def first_cause(error: BaseException) -> BaseException:
-    """Return the error that explains the others in a group: the first of the project's own classes, or else the
-    first."""
+    """Return the error that explains the others in an exception group, such as a task group raises: the first that is a
+    :class:`~headrace.base.errors.HeadraceError`, or else the first. An error that is no group is returned itself."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     causes = [first_cause(part) for part in error.exceptions]
@@ -25,27 +29,32 @@ def first_cause(error: BaseException) -> BaseException:
 
 
 class Interrupts:
-    """Passes Ctrl-C on to an event loop in another thread, where it calls ``handler`` or, without one, cancels the
-    task."""
+    """The way by which Ctrl-C, which Python gives to the main thread alone, reaches a coroutine in the event loop of
+    another thread: there ``handler`` is called or, without one, the coroutine's task is cancelled."""
 
     def __init__(self) -> None:
+        """Start without a coroutine: an interrupt before :meth:`run` has no effect."""
         self.handler: Callable[[], None] | None = None
+        """The function that handles an interrupt in the loop's thread; ``None``: the task is cancelled."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
 
     async def run(self, main: Coroutine[Any, Any, T]) -> T:
-        """Run ``main``; :meth:`pass_on` interrupts it from now on."""
+        """Run the coroutine ``main`` in the running event loop, and return its result. While it runs,
+        :meth:`pass_on` interrupts it."""
         self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
         return await main
 
     def pass_on(self) -> None:
-        """Interrupt the coroutine, because Ctrl-C was pressed. This is called from another thread."""
+        """Interrupt the coroutine, because Ctrl-C was pressed. The main thread calls it; it does nothing before the
+        coroutine runs, or after its end."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
                 self._loop.call_soon_threadsafe(self._interrupted)
 
     def _interrupted(self) -> None:
-        """Pass an interrupt on: to the handler if there is one, otherwise cancel the task."""
+        """Handle an interrupt in the thread of the event loop: call the handler if there is one, otherwise cancel the
+        coroutine's task."""
         if self.handler is not None:
             self.handler()
         elif self._task is not None:
@@ -53,14 +62,19 @@ class Interrupts:
 
 
 def run_watched(main: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end in an event loop that measures how much of the time it works."""
+    """Run the coroutine ``main`` to its end in a new event loop that measures when it works
+    (:class:`~headrace.run.observe.looptime.WatchedLoop`), and return its result."""
     with asyncio.Runner(loop_factory=WatchedLoop) as runner:
         return runner.run(main)
 
 
 def in_own_loop(main: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine to its end and return its result. Where an event loop is running already (in a notebook), it
-    runs in a thread, which is waited for."""
+    """Run the coroutine that ``main`` returns to its end, in an event loop of its own, and return its result or raise
+    its error.
+
+    Where an event loop is running already (in a notebook), this happens in a new thread, for which the caller waits;
+    the :class:`Interrupts` that ``main`` receives pass Ctrl-C on to it.
+    """
     interrupts = Interrupts()
     try:
         asyncio.get_running_loop()

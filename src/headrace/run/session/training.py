@@ -1,4 +1,8 @@
-"""``headrace train``: run the training of a run file, with restarts of the learner, and write its summary."""
+"""``headrace train``: run the training of a run file, with restarts of the learner, and write its summary.
+
+The *parts* of a run are its processes: engines, learner, scoring workers and environment workers; the controller is
+this process. A *life* of a run is the time from one start or resumption to the end of its processes.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +26,10 @@ from headrace.base.errors import (
     LearnerLost,
     LedgerError,
     NoRewards,
-    NothingBegun,
     NothingToLearn,
     RunError,
     StallError,
+    StoppedAtStart,
 )
 from headrace.base.heap import gc_frozen
 from headrace.base.types.observation import Event, LiveState
@@ -49,6 +53,7 @@ from headrace.run.session.directory import (
     SUMMARY_FILE,
     HeldDirectory,
     Status,
+    changed_settings,
     choose_directory,
     locked,
     read_summary,
@@ -125,8 +130,8 @@ def train(
 
 
 def _run_with_restarts(first: RunLife) -> Summary:
-    """Launch the run, and launch it again from its last snapshot where the learner dies, at most
-    ``launch.learner_restarts`` times."""
+    """Launch the run and return its summary. Where the learner dies, launch it again from its last snapshot, at most
+    ``launch.learner_restarts`` times; a replay is never launched again. ``first`` is the first life."""
     may_restart = 0 if first.recording is not None else first.prepared.config.launch.learner_restarts
     life = first
     for left in reversed(range(may_restart + 1)):
@@ -140,7 +145,8 @@ def _run_with_restarts(first: RunLife) -> Summary:
 
 
 def _report(life: RunLife) -> None:
-    """Write the report of the run, where ``observe.report`` is true and the run has a summary."""
+    """Write the report of the run, its dashboard as one file, after its last life, where ``observe.report`` is true and
+    the run has a summary."""
     if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
         life.held.refuse_lost()
         write_report(life.run_dir)
@@ -148,10 +154,12 @@ def _report(life: RunLife) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunLife:
-    """One life of a run: from a start or resumption to the end of its processes."""
+    """The inputs of one life of a run. A life lasts from a start or resumption to the end of the run's processes."""
 
     prepared: Prepared
+    """The checked settings, rows and models of the run."""
     run_dir: Path
+    """The directory of the run."""
     held: HeldDirectory
     """The lock on ``run_dir``, which also notices where the directory is lost."""
     recording: ReplayRecording | None
@@ -164,7 +172,11 @@ class RunLife:
 
 
 async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
-    """Open the ledger, launch the run, and return its summary."""
+    """Run one life of a run, and return its summary: open the ledger and the watchers, then launch the parts and the
+    controller. ``interrupts`` passes Ctrl-C on from another thread.
+
+    Raises :class:`~headrace.base.errors.ConfigError` where the run has trained ``run.steps`` steps already.
+    """
     prepared, run_dir, recording = life.prepared, life.run_dir, life.recording
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
@@ -178,13 +190,19 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
         ledgers: list[Ledger] = []  # one, once it is open
         if has_ledger(run_dir):  # a ledger that does not fit is refused before anything is launched
             ledgers.append(_open_ledger(config, run_dir, stack, start))
+        changed = changed_settings(run_dir, as_recorded(config))
         write_sealed(run_dir / CONFIG_FILE, as_recorded(config))
         (run_dir / SUMMARY_FILE).unlink(missing_ok=True)  # that of an earlier life
         watchers = RunWatchers(config, run_dir, stack, settings=_verdict_settings(prepared))
+        if changed:
+            more = f"; and {len(changed) - 5} more" if len(changed) > 5 else ""
+            words = f"settings have changed since the run was last started: {'; '.join(changed[:5])}{more}"
+            watchers.observers.event(Event(wall_s=0.0, text=words, level="warning"))
         comparisons: list[ReplayComparison] = []
 
         def control(world: LaunchedRun) -> Controller:
-            """Return the controller of a run whose processes have started, with its ledger and its observers."""
+            """Return the controller of the run ``world``, whose processes have started, with its ledger and its
+            observers. Facts that the processes report are recorded, and compared in a replay."""
             facts = world.facts()
             if recording is not None:
                 recording.refuse_machine(facts)
@@ -209,7 +227,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
 
 
 def _control_settings(prepared: Prepared) -> ControlSettings:
-    """Return what the controller has to know of the run's settings."""
+    """Return the part of the run's settings that its controller reads, with the order in which rows are attempted."""
     config = prepared.config
     return ControlSettings(
         run=config.run,
@@ -224,14 +242,15 @@ def _control_settings(prepared: Prepared) -> ControlSettings:
 
 
 def _warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the warnings that are known when the parts have started: slower paths that a part of ``facts`` fell back
-    to, a clip that cannot act, and programs that are not isolated."""
+    """Return the warnings that are known when the parts have started: a slower code path that a part fell back to,
+    which it reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
-    return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.exposed))
+    return (*fallbacks, *idle_clip(prepared.config), *map(str, prepared.isolation_warnings))
 
 
 def _verdict_settings(prepared: Prepared) -> VerdictSettings:
-    """Return the settings on which the verdict depends."""
+    """Return the values of the settings that the verdict's advice names, and the number of processors that the run may
+    use."""
     devices = prepared.devices
     on_cpu = CPU in (*devices.engines, *devices.learner)
     tree = prepared.config.model_dump(mode="json")
@@ -239,7 +258,8 @@ def _verdict_settings(prepared: Prepared) -> VerdictSettings:
 
 
 def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
-    """Return the order for the launcher, after a warning for each unusual fact about the starting point."""
+    """Return the order for the launcher, which says what processes to start. ``start`` is the step and the snapshot
+    from which the run begins. First, warnings report a learner that was lost and a snapshot without checksums."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
     order = replace(order, forks=life.forks)
     _report_lost_learner(life, order, start)
@@ -252,7 +272,8 @@ def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> Launch
 
 
 def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint) -> None:
-    """Report the loss of the learner that ended the life before, where there was one."""
+    """Report as a warning that the learner was lost, if that ended the life before, and at which step, that of
+    ``start``, the run continues."""
     if life.after is not None:
         cause = life.after.problem.partition("\n")[0]
         words = f"{cause}; the run continues from step {start.step}"
@@ -260,14 +281,16 @@ def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint
 
 
 def _ended_regularly(run_dir: Path) -> bool:
-    """Return whether the last life ended regularly. One that was killed after its last snapshot did not."""
+    """Return whether the last life of the run in ``run_dir`` ended regularly, as its summary says; false for a life
+    that failed, was stopped or was killed."""
     summary = read_summary(run_dir)
     return summary is not None and summary["status"] == "finished"
 
 
 def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: StartingPoint) -> Ledger:
-    """Open the ledger of the run. A new run creates it only after its parts have started, so that a failed start can
-    be tried again."""
+    """Open the ledger of the run, or create it, and return it; ``stack`` closes it. A new run calls this only after its
+    parts have started, so that a failed start can be tried again. An error names the checkpoint in ``start``, from
+    which another run may begin."""
     try:
         ledger = make_ledger(config.flow, run_dir)
     except LedgerError as error:
@@ -281,7 +304,7 @@ def _open_ledger(config: RunConfig, run_dir: Path, stack: ExitStack, start: Star
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunContext:
-    """The objects around the controller of a run that follow it, and that may end it."""
+    """The objects that accompany the controller through one life of a run: they record it, and some may end it."""
 
     held: HeldDirectory
     """The lock on the run's directory. A run whose directory is removed or replaced ends."""
@@ -294,7 +317,8 @@ class RunContext:
 async def _run(
     order: LaunchOrder, control: Callable[[LaunchedRun], Controller], start: StartingPoint, context: RunContext
 ) -> Summary:
-    """Launch the parts, run the controller, and write the summary however the run ends."""
+    """Launch the parts of the run by ``order``, run the controller that ``control`` makes for them from ``start`` on,
+    and write the summary however the run ends. Return the summary, or raise the error that explains all others."""
     controller: Controller | None = None
     try:
         async with _end_on_signals(order, context), local_world(order) as world, asyncio.TaskGroup() as group:
@@ -318,7 +342,8 @@ async def _run(
 
 
 def _lost_directory(held: HeldDirectory) -> RunError | None:
-    """Return the error that explains all others where the run's directory is lost; ``None`` where it is not."""
+    """Return the error about the run's directory if it was removed, moved or replaced, since that explains all other
+    errors; ``None`` if it is there."""
     try:
         held.refuse_lost()
     except RunError as error:
@@ -327,17 +352,18 @@ def _lost_directory(held: HeldDirectory) -> RunError | None:
 
 
 def _warn(controller: Controller, text: str) -> None:
-    """Record a warning of the scoring workers. The kind is the text before the parenthesis, which holds the pid."""
+    """Record a warning of a worker process as one of the run. Its kind is the text before the parenthesis with the
+    process's pid; later warnings of the same kind are only counted."""
     controller.state.warn(text, kind=text.partition(" (")[0])
 
 
-def _report_silence(controller: Controller, text: str, *, kind: str = "") -> None:
-    """Record a warning about a process that does not respond, each time it happens; without ``kind``, the event that
-    it responds again."""
-    if kind:
-        controller.state.warn(text, kind=kind, always=True)
+def _report_silence(controller: Controller, text: str, *, kind: str, over: bool = False) -> None:
+    """Record a warning about a process of the run that does not respond, each time it happens; with ``over``, record
+    that the process responds again. ``kind`` is the same for both."""
+    if over:
+        controller.state.warning_over(text, kind=kind)
     else:
-        controller.state.event(text)
+        controller.state.warn(text, kind=kind, always=True)
 
 
 _WITHOUT_LOOP_TABLE = (StallError, NoRewards, NothingToLearn)
@@ -346,7 +372,8 @@ the loops."""
 
 
 def _add_loop_table(controller: Controller, cause: BaseException) -> None:
-    """Add the table of the loops at that moment to the error that ended a run, where that helps to explain it."""
+    """Add to ``cause``, the error that ended the run, the table that shows what each loop of the controller was doing
+    or waiting for, where that helps to explain the error."""
     if not controller.state.board.all_started:
         return
     if isinstance(cause, HeadraceError) and not isinstance(cause, _WITHOUT_LOOP_TABLE):
@@ -354,7 +381,9 @@ def _add_loop_table(controller: Controller, cause: BaseException) -> None:
 
 
 async def _write_failed_summary(controller: Controller, cause: BaseException, context: RunContext) -> None:
-    """Write the summary of a run that failed, as far as possible: the disk or the ledger may be the cause."""
+    """Write the summary of a run that ended by the error ``cause``, with the status ``stopped`` where the user ended
+    it, else ``failed``. What cannot be written is left out without an error, since the disk or the ledger may be the
+    cause."""
     # where the ledger does not respond, its groups cannot be counted for the summary either
     with suppress(HeadraceError, TimeoutError):
         with suppress(HeadraceError):
@@ -365,7 +394,8 @@ async def _write_failed_summary(controller: Controller, cause: BaseException, co
 
 
 def _finish(controller: Controller, summary: Summary, context: RunContext) -> Summary:
-    """Write the summary with the verdict on the run, and return it."""
+    """Add the account of the run's time and the verdict to ``summary``, write it to ``summary.json``, and return it.
+    Raises :class:`~headrace.base.errors.RunError` where the run's directory is lost."""
     context.held.refuse_lost()
     summary = context.watchers.with_account(summary)
     write_json(controller.state.parts.run_dir / SUMMARY_FILE, summary)
@@ -373,7 +403,8 @@ def _finish(controller: Controller, summary: Summary, context: RunContext) -> Su
 
 
 async def _renew_status(controller: Controller, world: LaunchedRun, context: RunContext) -> None:
-    """Renew the view and ``status.json`` until cancelled; the last status says that all parts have ended."""
+    """Renew the terminal view and ``status.json`` every :data:`REDRAW_S` until the task is cancelled at the end of the
+    run; the last status says that all parts have ended."""
     try:
         while True:
             components = world.components()
@@ -391,7 +422,8 @@ async def _renew_status(controller: Controller, world: LaunchedRun, context: Run
 def _write_status(
     controller: Controller, live: LiveState, world: LaunchedRun, components: list[ComponentStatus]
 ) -> None:
-    """Write ``status.json``."""
+    """Write ``status.json``, which ``headrace status`` shows: the present state ``live``, the ``components``
+    (processes), what each loop waits for, and warnings."""
     status = Status(
         phase=live.phase,
         steps_done=live.steps_done,
@@ -408,14 +440,15 @@ def _write_status(
 
 @asynccontextmanager
 async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncIterator[None]:
-    """Say that the run starts, and end it with ``KeyboardInterrupt`` at a Ctrl-C, SIGTERM or SIGHUP meanwhile; with
-    :class:`NothingBegun` if there is no ledger yet to continue."""
+    """Report the event that the run starts, and handle signals while it does: Ctrl-C, SIGTERM or SIGHUP cancels the
+    body of the context and raises :class:`StoppedAtStart`. Later, :func:`_stop_on_signals` takes the signals over."""
     caught: list[signal.Signals] = []
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
 
     def handle(number: signal.Signals) -> None:
+        """Note the signal, and cancel the task that starts the run."""
         caught.append(number)
         task.cancel()
 
@@ -426,8 +459,7 @@ async def _end_on_signals(order: LaunchOrder, context: RunContext) -> AsyncItera
         except asyncio.CancelledError:
             if not caught:
                 raise
-            kind = KeyboardInterrupt if has_ledger(context.held.path) else NothingBegun
-            raise kind(f"stopped by {caught[0].name} while it was starting") from None
+            raise StoppedAtStart(caught[0].name) from None
 
 
 @contextmanager
@@ -443,7 +475,8 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
     assert task is not None
 
     def handle(number: signal.Signals) -> None:
-        """Stop the run after the ordered steps; at the second signal, at once."""
+        """Handle one signal: at the first, ask the run to stop after the steps that are ordered; at another one, other
+        than SIGHUP, cancel the run's task."""
         nonlocal at_once
         if not controller.state.stop_requested:
             why = "the terminal was closed: " if number is signal.SIGHUP else ""
@@ -466,9 +499,10 @@ def _stop_on_signals(controller: Controller, interrupts: Interrupts) -> Iterator
 def _signal_handlers(
     loop: asyncio.AbstractEventLoop, interrupts: Interrupts, handle: Callable[[signal.Signals], None]
 ) -> Iterator[None]:
-    """Call ``handle`` for each signal while the context is open.
+    """Call ``handle`` with the signal for each Ctrl-C (SIGINT), SIGTERM and SIGHUP while the context is open; SIGHUP is
+    left alone where it is ignored, as under nohup.
 
-    Only the main thread can handle signals. In another thread, ``interrupts`` passes Ctrl-C on.
+    Only the main thread can handle signals. In another thread, ``interrupts`` passes Ctrl-C alone on.
     """
     numbers: list[signal.Signals] = []
     if threading.current_thread() is threading.main_thread():

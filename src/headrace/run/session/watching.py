@@ -1,4 +1,8 @@
-"""The watchers of a run: files, terminal view, alarms, metric writers, and the account of where the time goes."""
+"""The watchers of a run: files, terminal view, alarms, metric writers, and the account of where the time goes.
+
+A *watcher* is an observer that receives steps, events and spans of the run from the controller; an *account* is the
+record of where the time of the run went, from which the verdict names its bottleneck.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,12 @@ from headrace.run.observe.terminal import PlainView, SilentView, TerminalView
 from headrace.run.session.config import RunConfig
 
 TRAINING = "training"
-"""The phase whose time the account covers."""
+"""The name of the phase of a run whose processor time the account covers."""
 SYSTEM_EVERY = 2
-"""The memory and the processor time of the processes are read in one of this many looks."""
+"""The memory and the processor time of the processes are read in one of this many calls of ``look``."""
+OFTEN = 10
+"""The number of calls of ``look`` in training, from its beginning, in each of which they are read, so that a short run
+has figures."""
 
 
 class RunWatchers:
@@ -46,13 +53,14 @@ class RunWatchers:
     """
 
     def __init__(self, config: RunConfig, run_dir: Path, stack: ExitStack, *, settings: VerdictSettings) -> None:
-        """Open the watchers. ``settings`` are those on which the verdict depends."""
+        """Open the watchers that ``config`` chooses, for the run in ``run_dir``; ``stack`` closes them. ``settings``
+        are the values of the run's settings that the verdict's advice names."""
         clock = RealClock()
         self.controller: Controller | None = None
         """The controller, which receives warnings and alarms once it exists."""
         self._accountant = Accountant(settings)
         self._system = SystemWatch(run_dir, clock)
-        self._num_reads = 0
+        self._num_looks = self._num_training_looks = 0
         self._was_training = False
         """True where the run was in its training phase when its processes were last read."""
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
@@ -71,17 +79,20 @@ class RunWatchers:
         stack.callback(self._warn_of_lost_output)  # the terminal may have been closed during the last look, or after it
 
     def look(self, controller: Controller, components: list[ComponentStatus]) -> LiveState:
-        """Read the present state of the run, pass it on to all watchers, and return it."""
-        if not self._num_reads % SYSTEM_EVERY:
+        """Read the present state of the run from ``controller``, add the account and the verdict, pass it on to all
+        watchers, and return it. The run calls this once a second; ``components`` are the states of its processes."""
+        self._num_training_looks += controller.state.phase == TRAINING
+        if not self._num_looks % SYSTEM_EVERY or 0 < self._num_training_looks <= OFTEN:
             self._read_processes(controller, components)
-        self._num_reads += 1
+        self._num_looks += 1
         live = self._accountant.with_account(controller.live())
         self.observers.update(live)
         self._warn_of_lost_output()
         return live
 
     def _warn_of_lost_output(self) -> None:
-        """Warn once where standard output can no longer be written. The run continues."""
+        """Warn once if standard output can no longer be written, as when its terminal was closed. The run continues
+        without it."""
         self._output.look()
         if not self._output.lost or self._output_lost:
             return
@@ -95,8 +106,8 @@ class RunWatchers:
             sys.stderr.write(f"warning: {text}\n")
 
     def _read_processes(self, controller: Controller, components: list[ComponentStatus]) -> None:
-        """Read how much memory and processor time the processes of the run take. The account receives what they took
-        in training."""
+        """Read how much memory and processor time the run's processes on this machine use, as metrics of the next step.
+        The account receives the processor time since the last reading, if the run was training at both readings."""
         controller.state.metrics.system = self._system.read(
             (part.role, part.pid) for part in components if not part.node
         )
@@ -105,7 +116,8 @@ class RunWatchers:
             self._accountant.usage(self._system.usage)
 
     def with_account(self, summary: Summary) -> Summary:
-        """Return the summary with the account of the run so far, the figures of the account, and the verdict."""
+        """Return a copy of the run's ``summary`` with the account of the whole life, the figures that follow from it,
+        and the verdict; ``summary`` itself where no step has ended."""
         account = self._accountant.total()
         if not account.seconds:
             return summary
@@ -114,14 +126,16 @@ class RunWatchers:
         )
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
-        """Warn of an alarm, and stop the run where ``stop`` is true."""
+        """Record that an alarm went off as a warning of the run; with ``stop``, also stop the run after the steps that
+        are ordered. This is the callback of the alarms."""
         self._warn(str(raised), kind=f"alarm {raised.name}")
         if stop and self.controller is not None and not self.controller.state.stop_requested:
             self.controller.state.event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
             self.controller.stop()
 
     def _warn(self, text: str, *, kind: str = "") -> None:
-        """Record a warning; before the controller exists, the observers receive it as an event."""
+        """Record ``text`` as a warning of the run; before the controller exists, only pass it on to the observers as an
+        event. Warnings of one ``kind`` are shown once and then only counted; an empty ``kind`` is the text itself."""
         if self.controller is not None:
             self.controller.state.warn(text, kind=kind)
         else:
@@ -129,7 +143,7 @@ class RunWatchers:
 
 
 def _view(config: RunConfig, output: TextIO) -> TerminalView:
-    """Return the terminal view that ``observe.view`` chooses."""
+    """Return the terminal view that the setting ``observe.view`` chooses, which prints to ``output``."""
     if config.observe.view == "none":
         return SilentView()
     if config.observe.view == "plain":

@@ -1,5 +1,5 @@
-"""Codecs: the representations of weights as bytes. A new codec is a form in a file here, or a row with existing
-forms."""
+"""Codecs: the representations of weights as bytes. A new codec is a form (how one tensor is represented) in a file
+here, or a row with existing forms."""
 
 import torch
 
@@ -18,7 +18,8 @@ CODECS = {
 
 
 def codec_of(name: str) -> Codec:
-    """Return the codec with this name. Raises :class:`~headrace.base.errors.ConfigError` for an unknown name."""
+    """Return the codec called ``name`` in ``sync.codec``. Raises :class:`~headrace.base.errors.ConfigError` for an
+    unknown name."""
     if name not in CODECS:
         raise ConfigError(f"sync.codec={name!r} is not a codec", remedy=nearest(name, CODECS))
     return CODECS[name]

@@ -30,7 +30,8 @@ Array = np.ndarray[tuple[int, ...], np.dtype[Any]]
 
 
 def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | None:
-    """Return the difference of ``new`` from ``old``; ``None`` if it is not shorter than ``new`` itself."""
+    """Return the difference of the image ``new`` from the image ``old``, which have the layout ``manifest``, as a
+    compressed payload; ``None`` if it is not shorter than ``new`` itself."""
     compressor = _zstandard().ZstdCompressor(level=1, write_checksum=True)
     unit = _unit(manifest)
     news, olds = np.frombuffer(new, unit), np.frombuffer(old, unit)
@@ -47,7 +48,8 @@ def encode(new: memoryview, old: memoryview, manifest: Manifest) -> bytearray | 
 
 
 def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Manifest) -> None:
-    """Restore the image that :func:`encode` was given, in ``into``.
+    """Restore into ``into`` the image that :func:`encode` was given as ``new``, from its ``payload`` and the image
+    ``old``.
 
     Raises :class:`~headrace.base.errors.NeedsFull` for a payload that :func:`encode` cannot have made; ``into`` is
     undefined then.
@@ -73,7 +75,8 @@ def decode(payload: memoryview, old: memoryview, into: memoryview, manifest: Man
 
 
 def _apply(block: Array, planes: Array, count: int) -> None:
-    """Apply the ``count`` changes of one block, in place. Raises an error if they do not fit the block."""
+    """Apply ``count`` changes to the units of one block, in place. ``planes`` is the decompressed frame of the block.
+    Raises :class:`~headrace.base.errors.NeedsFull` if the changes do not fit the block."""
     changed = np.cumsum(_from_planes(planes[: count * _GAP_BYTES], np.dtype("<u4")), dtype=np.int64)
     if changed[-1] >= len(block):
         raise _damaged(f"it changes unit {changed[-1]} of a block of {len(block)}")
@@ -81,7 +84,8 @@ def _apply(block: Array, planes: Array, count: int) -> None:
 
 
 def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
-    """Decompress a frame of ``num_bytes`` bytes. Raises an error if it is damaged."""
+    """Return the content of a compressed frame, which must have ``num_bytes`` bytes. Raises
+    :class:`~headrace.base.errors.NeedsFull` if the frame is damaged."""
     try:
         claimed = _zstandard().frame_content_size(frame)
         if claimed != num_bytes:
@@ -92,21 +96,24 @@ def _unpacked(decompressor: Any, frame: memoryview, num_bytes: int) -> Array:
 
 
 def _planes(numbers: Array) -> bytes:
-    """Return the first bytes of all numbers, then their second bytes, and so on."""
+    """Return the byte planes of ``numbers``: the first bytes of all numbers, then their second bytes, and so on."""
     return numbers.view(np.uint8).reshape(-1, numbers.itemsize).T.tobytes()
 
 
 def _from_planes(planes: Array, dtype: np.dtype[Any]) -> Array:
+    """Return the numbers of type ``dtype`` whose byte planes are ``planes``: the inverse of :func:`_planes`."""
     return np.ascontiguousarray(planes.reshape(dtype.itemsize, -1).T).view(dtype).reshape(-1)
 
 
 def _unit(manifest: Manifest) -> np.dtype[Any]:
+    """Return the unit in which images of this layout are compared: an unsigned integer as large as the smallest element
+    of any tensor, of 4 bytes at most."""
     sizes = {getattr(torch, entry.dtype).itemsize for entry in manifest.entries}
     return _UNITS[min({4, *sizes})]
 
 
 def _damaged(reason: str) -> NeedsFull:
-    """Return the error for a payload that cannot be decoded."""
+    """Return the error for a payload that cannot be decoded; ``reason`` says why."""
     return NeedsFull(f"the difference is damaged: {reason}", remedy="send the whole image")
 
 

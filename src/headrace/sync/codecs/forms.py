@@ -1,4 +1,5 @@
-"""The forms in which a tensor is sent: unchanged, rounded to a shorter number format, or in eight bits.
+"""The forms in which a tensor is sent: unchanged, rounded to a shorter number format, or in eight bits. The tensors
+that represent it in the buffer are its *parts*.
 
 A matrix in eight bits has a scale per row:
 
@@ -17,24 +18,29 @@ from torch import Tensor
 
 
 class Cast:
-    """A form that rounds floating-point tensors to ``dtype`` as torch does (to nearest, ties to even). Others are
-    unchanged.
+    """A form that rounds floating-point tensors to one dtype as torch does (to nearest, ties to even). Other tensors
+    are sent unchanged.
 
     >>> Cast(torch.bfloat16).parts("weight", torch.zeros(2, 3))["weight"].dtype
     torch.bfloat16
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
+        """Round to ``dtype``."""
         self._dtype = dtype
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the single part, called ``name``, that represents ``tensor``: an empty tensor of the dtype to which it
+        is rounded."""
         dtype = self._dtype if tensor.is_floating_point() else tensor.dtype
         return {name: torch.empty(tensor.shape, dtype=dtype, device="meta")}
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Copy ``tensor`` into its part, rounded."""
         parts[0].copy_(tensor)
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Copy the part into ``out``, converted to its dtype."""
         out.copy_(parts[0])
 
 
@@ -42,12 +48,15 @@ class IdentityForm:
     """A form that sends every tensor unchanged, bit for bit."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return ``tensor`` itself as its only part, called ``name``."""
         return {name: tensor}
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
+        """Copy ``tensor`` into its part."""
         parts[0].copy_(tensor)
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
+        """Copy the part into ``out``."""
         out.copy_(parts[0])
 
 
@@ -58,15 +67,16 @@ _SMALLEST = torch.finfo(torch.float32).tiny
 _BLOCK = 1 << 18
 """The number of weights that are converted at a time, so that intermediate results stay in the processor's cache."""
 SCALE = "row_scale"
+"""The end of the name of a part that holds scales."""
 
 
 class Float8:
-    """A form that rounds floating-point tensors of two or more axes, the last of which is a row. Other tensors, which
-    are small, are unchanged."""
+    """A form that rounds floating-point tensors with two or more axes to eight bits, with one scale for each row (the
+    entries along the last axis). Other tensors, which are small, are sent unchanged."""
 
     def parts(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
-        """Return the tensors in which a weight is sent: its codes and one scale for each row; other tensors are sent as
-        they are."""
+        """Return the parts that represent ``tensor``, by name: its 8-bit codes and one scale for each row. A tensor
+        that is not rounded is its own only part."""
         if tensor.ndim < 2 or not tensor.numel() or not tensor.is_floating_point():
             return {name: tensor}
         rows = torch.Size([tensor.numel() // tensor.shape[-1], 1])
@@ -76,7 +86,8 @@ class Float8:
         }
 
     def write(self, parts: Sequence[Tensor], tensor: Tensor) -> None:
-        """Round a weight to 8 bits, row by row, each with the scale that makes its largest entry the largest code."""
+        """Fill the parts from ``tensor``: round it to 8 bits row by row, each row with the scale that makes its largest
+        entry the largest code."""
         if len(parts) == 1:
             parts[0].copy_(tensor)
             return
@@ -87,7 +98,7 @@ class Float8:
             code_RC.copy_((wide_RC / scale_R1.to(wide_RC.device)).clamp_(-_LARGEST, _LARGEST))
 
     def read(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Restore a weight from its codes and scales."""
+        """Restore a tensor into ``out`` from its codes and scales."""
         if len(parts) == 1:
             out.copy_(parts[0])
             return
@@ -97,6 +108,8 @@ class Float8:
 
 
 def _rows(weight: Tensor, codes: Tensor, scales: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:
+    """Return an iterator over blocks of rows of a tensor, of its codes and of its scales, which belong together. A
+    block is small enough for the processor's cache."""
     flat = (weight.view(-1, weight.shape[-1]), codes.view(-1, codes.shape[-1]), scales)
     rows = max(1, _BLOCK // weight.shape[-1])
     return zip(*(tensor.split(rows) for tensor in flat), strict=True)

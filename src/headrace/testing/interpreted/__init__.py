@@ -7,11 +7,14 @@ import shlex
 from pathlib import Path
 
 PATH = Path(__file__).parent / "path"
+"""The folder that is added to the server's Python path; it has a ``sitecustomize`` module."""
 _VARIABLES = {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+"""The environment variables of the server."""
 
 
 def interpreted(python: str, directory: Path) -> str:
-    """Write a program in ``directory`` that runs ``python`` with interpreted kernels, and return its path."""
+    """Write a shell script into ``directory`` that starts the Python interpreter ``python``, which has vLLM, so that
+    Triton kernels are interpreted. Return the script's path, to be used in place of ``python``."""
     program = directory / "python-that-interprets"
     variables = " ".join(f"{name}={value}" for name, value in _VARIABLES.items())
     lines = [

@@ -35,14 +35,16 @@ __all__ = ["FakeServer", "fake_server"]
 
 @contextmanager
 def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, FakeServer]]:
-    """Start a server of ``kind`` that meets ``required``, and yield its URL and the server."""
+    """Start a fake server of ``kind`` (``vllm`` or ``sglang``) in a thread of this process, with the model and the
+    records that ``required`` names, and yield its URL and its state, which a test may read. It ends with the
+    context."""
     routes = {"vllm": vllm.ROUTES, "sglang": sglang.ROUTES}[kind]
     started: list[FakeServer] = []
     ready = threading.Event()
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
-        """Run the engine of the fake server while it serves."""
+        """Run the engine of the fake server while the HTTP server ``app`` runs, and make it known to the handlers."""
         async with _engine(required) as server:
             app.state.server = server
             started.append(server)
@@ -69,7 +71,8 @@ def fake_server(kind: str, required: ServeRequirements) -> Iterator[tuple[str, F
 
 @asynccontextmanager
 async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
-    """Run a native engine in this process as a fake server."""
+    """Run Headrace's embedded engine on the CPU while the context is open, and yield it as the inner part of a fake
+    server that meets ``required``. Its weights, version 0, are those of the model's files."""
     model = load_model(ModelConfig(path=required.path, lora=required.lora))
     files = FileReceiver(model)
     config = EngineConfig(device="cpu", flush_tokens=1, kernels="off", max_sequences=16)
@@ -86,10 +89,12 @@ async def _engine(required: ServeRequirements) -> AsyncIterator[FakeServer]:
 
 
 def _called(path: str, handler: Handler) -> Callable[[Request], Any]:
-    """Return the endpoint of a route, which records the call and turns refusals into status 400."""
+    """Return the HTTP endpoint that answers requests to ``path`` with ``handler``. It records each call but those that
+    generate, and answers a request that is refused with status 400."""
 
     async def endpoint(request: Request) -> Response:
-        """Record a call, let ``handler`` answer it, and return a refused request as status 400."""
+        """Answer one HTTP request: with the response or the JSON object that ``handler`` returns, or with status 400
+        and the error."""
         server: FakeServer = request.app.state.server
         if handler not in (vllm.generate, sglang.generate):
             server.calls.append(path)

@@ -1,4 +1,8 @@
-"""The common part of the fake vLLM and SGLang servers of tests: an engine, and the state that requests change."""
+"""The common part of the fake vLLM and SGLang servers of tests: an engine, and the state that requests change.
+
+A *handler* answers the HTTP requests to one path of a server's protocol. Both servers name their weights by a *label*,
+a text; the engine behind them counts versions.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +38,11 @@ REASONS = {StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABOR
 
 
 class FileReceiver:
-    """A receiver of weights that loads them from files."""
+    """The engine's side of the weight sync in a fake server: at a commit it loads weights from files into the model, as
+    the real servers do, instead of tensors that a learner sends."""
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Load weights into ``model``, the model of the engine."""
         self._model = model
         self.path = Path()
         """Path of a checkpoint."""
@@ -44,15 +50,18 @@ class FileReceiver:
         """Directory of the next version of each adapter, by name."""
 
     def stage(self, update: WeightUpdate) -> None:
+        """Fail: no learner sends weights to this receiver."""
         raise AssertionError("weights come from files")
 
     def staged(self) -> dict[str, Tensor]:
-        """Return nothing, because no weights are staged."""
+        """Return an empty dictionary: no weights are staged, they come from files."""
         return {}
 
     @torch.no_grad()
     def commit_parts(self, version: int, parts: int) -> Iterator[None]:
-        """Load the written adapters, or the written checkpoint, into the model at once."""
+        """Load the adapters in :attr:`adapters`, or else the checkpoint in :attr:`path`, into the model, at once
+        instead of in ``parts`` changes. Version 0 keeps the weights that the model has. The returned iterator is
+        empty."""
         for name, path in self.adapters.items():
             load_adapter(self._model, path, name)
         if version and not is_adapted(self._model):
@@ -60,7 +69,8 @@ class FileReceiver:
         return iter(())
 
     def _checkpoint(self) -> PreTrainedModel:
-        """Return the model whose tensors are in the file, in whatever layout the file has."""
+        """Return a model with the tensors of the checkpoint file :attr:`path`, loaded by transformers, which reads
+        every layout of such a file."""
         with tempfile.TemporaryDirectory() as directory:
             self._model.config.save_pretrained(directory)
             (Path(directory) / self.path.name).symlink_to(self.path)
@@ -101,32 +111,36 @@ class FakeServer:
 
     @property
     def label(self) -> str:
-        """The label of the weights in use."""
+        """The label of the weights in use, as the server reports it."""
         return self.labels[max(self.labels)]
 
     async def load(self, path: Path, label: str) -> None:
-        """Use the weights in the file ``path``."""
+        """Use the weights in the checkpoint file ``path`` from now on, under the label ``label``."""
         self.files.path = path
         await self.commit(label)
 
     async def commit(self, label: str) -> None:
-        """Use the weights that the files contain now."""
+        """Use the weights that the files of the receiver contain now as the next version, under the label ``label``.
+        Running sequences continue; their KV cache is computed again if :attr:`recompute` is true."""
         version = max(self.labels) + 1
         await self.engine.commit(version, Interrupt.INFLIGHT_RECOMPUTE if self.recompute else Interrupt.INFLIGHT)
         self.labels[version] = label
 
     async def abort(self) -> None:
-        """End every answer, and begin none."""
+        """Abort all running answers, which keep the tokens they have, and begin no others until generation is
+        resumed."""
         self.engine.withdraw_all()
         await self.engine.pause()
 
     def answer(self, ids: list[int], sampling: Sampling, adapter: str = "") -> AsyncIterator[TokenChunk]:
-        """Generate one answer; draws differ from request to request."""
+        """Yield an answer to the token ids ``ids`` in chunks. ``adapter`` names the LoRA adapter to answer with; empty
+        or the default name: the policy's."""
         agent = "" if adapter == DEFAULT else adapter
         return self.engine.generate(np.array(ids, np.int32), sampling, RequestOptions(agent=agent))
 
     async def scores(self, ids: list[int], top_k: int) -> tuple[list[float], list[dict[int, float]]]:
-        """Return the logprob of each token, and those of the likeliest entries."""
+        """Return the logprob of each token of ``ids``, and for each position the ``top_k`` likeliest token ids with
+        their logprobs; empty dictionaries where ``top_k`` is 0."""
         top = await self.engine.top_scores(Tokens.observed(ids), max(1, top_k))
         rows = [
             dict(zip(row.tolist(), logs.tolist(), strict=True)) if top_k else {}
@@ -136,12 +150,15 @@ class FakeServer:
 
 
 Handler = Callable[[FakeServer, Request], Any]
+"""A coroutine function that answers a request: with an object that becomes JSON, or with a response."""
 
 
 def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Return a stream of ``events`` in the format of both protocols."""
+    """Return a response that sends ``events`` as server-sent events, one line of JSON each, with ``[DONE]`` at the end,
+    as both protocols have it."""
 
     async def lines() -> AsyncIterator[str]:
+        """Yield the lines of the response."""
         async for event in events:
             yield f"data: {json.dumps(event)}\n\n"
         yield "data: [DONE]\n\n"
@@ -150,13 +167,13 @@ def stream(events: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
 
 
 async def wake(server: FakeServer, request: Request) -> Any:
-    """Allocate the memory again, and resume."""
+    """Answer a request to wake up after :func:`sleep`: take the memory again, and resume generation."""
     server.asleep = False
     return await resume(server, request)
 
 
 async def resume(server: FakeServer, request: Request) -> Any:
-    """Resume generation."""
+    """Answer a request to resume generation after a pause. Refused while the server sleeps."""
     if server.asleep:
         raise RequestError("the server is asleep", remedy="wake it")
     await server.engine.resume()
@@ -164,7 +181,7 @@ async def resume(server: FakeServer, request: Request) -> Any:
 
 
 async def sleep(server: FakeServer, request: Request) -> Any:
-    """Free the memory."""
+    """Answer a request to sleep: pause generation, and free the memory of the KV cache, until :func:`wake`."""
     await server.engine.pause(release=True)
     server.asleep = True
     return {"status": "sleeping"}
@@ -180,17 +197,20 @@ async def name_weights(server: FakeServer, request: Request) -> Any:
 
 
 def says(tell: Callable[[FakeServer], Any]) -> Handler:
-    """Return a handler that answers with the result of ``tell``."""
+    """Return a handler that answers every request with the result of ``tell``, which depends on the server's state
+    alone."""
 
     async def handler(server: FakeServer, request: Request) -> Any:
+        """Answer a request without reading it."""
         return tell(server)
 
     return handler
 
 
 def sampling_of(server: FakeServer, wanted: Mapping[str, Any], *, most: str, stop_ids: str) -> Sampling:
-    """Return the sampling settings of a request, whose names for the length limit and the stop ids are ``most`` and
-    ``stop_ids``."""
+    """Return the sampling parameters in ``wanted``, the part of a request that has them. ``most`` and ``stop_ids`` are
+    the protocol's names for the length limit and the stop ids. The seed is the server's next. Raises
+    :class:`~headrace.base.errors.RequestError` for parameters that are not allowed."""
     same = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
     bias = {int(token): value for token, value in (wanted.get("logit_bias") or {}).items()}
     sampling = Sampling(

@@ -1,4 +1,8 @@
-"""The protocol of SGLang, as in the source of version 0.5.23."""
+"""The protocol of SGLang, as in the source of version 0.5.23, for the fake server of tests.
+
+A *handler* answers the HTTP requests to one path; ``server`` is the state of the fake, with an engine that generates.
+:data:`ROUTES` has the handler of each path.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +32,12 @@ from headrace.testing.servers.base import (
 )
 
 VERSION = "0.5.23"
+"""The version of SGLang that the fake reports."""
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """Answer with one generated answer, or with the logprobs of given tokens."""
+    """Answer ``/generate``: with a stream of one generated answer, or, for a request without ``stream``, with the
+    logprobs of given tokens."""
     body = await request.json()
     if not body.get("stream"):
         return await _scores(server, body["input_ids"], body["top_logprobs_num"])
@@ -41,7 +47,8 @@ async def generate(server: FakeServer, request: Request) -> Any:
 
 
 async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of a stream as SGLang writes them."""
+    """Yield an event for each chunk of an answer, as SGLang writes it: all tokens so far with their logprobs, the label
+    of the weights, and at the end the experts of all tokens, where they were recorded."""
     told: list[list[Any]] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:
@@ -67,7 +74,8 @@ async def _events(server: FakeServer, chunks: AsyncIterator[TokenChunk]) -> Asyn
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
-    """Return the logprobs of a prompt in SGLang's format."""
+    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` likeliest entries at each position, in SGLang's
+    format; the first token has none."""
     logprobs, rows = await server.scores(ids, top_k)
     tops: list[list[list[Any]] | None] = [[[value, token, None] for token, value in row.items()] for row in rows]
     meta = {
@@ -78,7 +86,7 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
-    """Answer a request to pause: abort the requests, or only stop sampling."""
+    """Answer ``/pause_generation``: abort all requests, or, in another mode than ``abort``, only stop sampling."""
     mode = (await request.json())["mode"]
     if mode == "abort":
         await server.abort()
@@ -88,7 +96,7 @@ async def _pause(server: FakeServer, request: Request) -> Any:
 
 
 async def _load(server: FakeServer, request: Request) -> Any:
-    """Answer a request to load weights from a directory."""
+    """Answer ``/update_weights_from_disk``: load the weights in a directory and use them under the given label."""
     order = await request.json()
     server.recompute = order["flush_cache"]
     await server.load(Path(order["model_path"]) / "model.safetensors", order["weight_version"])
@@ -96,10 +104,12 @@ async def _load(server: FakeServer, request: Request) -> Any:
 
 
 def _info(server: FakeServer) -> dict[str, Any]:
+    """Return the answer to ``/server_info``: the version and the context length in tokens."""
     return {"version": VERSION, "context_length": server.max_context}
 
 
 def _model(server: FakeServer) -> dict[str, Any]:
+    """Return the answer to ``/model_info``: the directory of the model, and the label of its weights."""
     path = str(server.model_dir)
     return {"model_path": path, "tokenizer_path": path, "weight_version": server.label, "is_generation": True}
 

@@ -1,4 +1,9 @@
-"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/wings/servers/recorded``)."""
+"""The protocol of vLLM, with answers as recorded from version 0.32 (``tests/wings/servers/recorded``), for the fake
+server of tests.
+
+A *handler* answers the HTTP requests to one path; ``server`` is the state of the fake, with an engine that generates.
+:data:`ROUTES` has the handler of each path.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +35,13 @@ from headrace.testing.servers.base import (
 )
 
 VERSION = "0.32.0"
+"""The version of vLLM that the fake reports."""
 
 
 async def generate(server: FakeServer, request: Request) -> Any:
-    """Answer with one generated answer, or with the logprobs of given tokens."""
+    """Answer ``/inference/v1/generate``: with a stream of one generated answer, or, where the sampling parameters ask
+    for ``prompt_logprobs``, with the logprobs of given tokens. As the real server, it refuses a bad cache salt, and,
+    where it records kept-sets, sampling at temperature 0 or without top-k."""
     body = await request.json()
     wanted = body["sampling_params"]
     if wanted.get("prompt_logprobs") is not None:
@@ -52,7 +60,9 @@ async def generate(server: FakeServer, request: Request) -> Any:
 async def _events(
     server: FakeServer, chunks: AsyncIterator[TokenChunk], *, certain: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """Yield the events of a stream as vLLM writes them."""
+    """Yield an event for each chunk of an answer, as vLLM writes it: its new tokens with their logprobs and kept-sets,
+    and at the end the versions and the experts of all tokens. ``certain`` is true for temperature 0, for which vLLM
+    reports the logprobs of temperature 1; here they are a constant."""
     versions: list[int] = []
     routed: list[Routing | None] = []
     async for chunk in chunks:
@@ -84,7 +94,8 @@ async def _events(
 
 
 def _packed(parts: list[Routing | None]) -> str:
-    """Return the experts of all tokens as vLLM encodes them: an array file in base64."""
+    """Return the experts of all tokens, collected from the ``parts`` of an answer (``None``: a part without), as vLLM
+    encodes them: a numpy array file in base64."""
     experts_NLK = np.concatenate([part.experts_RLK for part in parts if part is not None])
     file = io.BytesIO()
     np.save(file, experts_NLK)
@@ -92,7 +103,8 @@ def _packed(parts: list[Routing | None]) -> str:
 
 
 def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
-    """Return which tokens of an answer each version sampled, in the format of vLLM."""
+    """Return which tokens of an answer were sampled under which label, in the format of vLLM: a list of labels, each
+    with the index of its first token and the index after its last. ``versions`` has the version of each token."""
     spans: list[dict[str, Any]] = []
     for at, version in enumerate(versions):
         label = server.labels[version]
@@ -103,7 +115,8 @@ def _spans(server: FakeServer, versions: list[int]) -> list[dict[str, Any]]:
 
 
 async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, Any]:
-    """Return the logprobs of a prompt in vLLM's format."""
+    """Return the logprobs of the tokens ``ids`` and of the ``top_k`` likeliest entries at each position, in vLLM's
+    format; the first token has none."""
     logprobs, rows = await server.scores(ids, top_k)
     told: list[dict[str, Any] | None] = [None]
     for at in range(1, len(ids)):
@@ -113,7 +126,8 @@ async def _scores(server: FakeServer, ids: list[int], top_k: int) -> dict[str, A
 
 
 async def _pause(server: FakeServer, request: Request) -> Any:
-    """Answer a request to pause: abort the requests, or only stop sampling."""
+    """Answer ``/pause``: abort all requests, or, in another mode than ``abort``, only stop sampling; note whether the
+    caches of running sequences are to be computed again after the update."""
     server.recompute = request.query_params.get("clear_cache", "true") == "true"
     if request.query_params.get("mode", "abort") == "abort":
         await server.abort()
@@ -123,23 +137,31 @@ async def _pause(server: FakeServer, request: Request) -> Any:
 
 
 async def _update(server: FakeServer, request: Request) -> Any:
+    """Answer ``/update_weights``: note the checkpoint file that the end of the update loads."""
     server.files.path = Path((await request.json())["update_info"]["path"])
     return {"message": "Weights updated"}
 
 
 async def _finish(server: FakeServer, request: Request) -> Any:
+    """Answer ``/finish_weight_update``: load the noted checkpoint, and use it under the given label."""
     await server.load(server.files.path, (await request.json())["weight_version"])
     return {"message": "Weight update finished"}
 
 
 async def _load_adapter(server: FakeServer, request: Request) -> Any:
+    """Answer ``/v1/load_lora_adapter``: note the directory of an adapter, which the next commit loads."""
     order = await request.json()
     server.files.adapters[order["lora_name"]] = Path(order["lora_path"])
     return PlainTextResponse(f"Success: LoRA adapter '{order['lora_name']}' added successfully.")
 
 
 async def _call_workers(server: FakeServer, request: Request) -> Any:
-    """Answer a call of the worker extension's methods."""
+    """Answer ``/collective_rpc``, which calls a method of Headrace's worker extension in every worker of vLLM. The fake
+    has one worker, whose result is the only one in the answer; it is ``None`` for a method that returns nothing.
+
+    ``replace_adapter`` notes the directory of an adapter. ``other_source`` returns the address of another run that
+    sends weights to this machine; the other methods start, report and stop the reception of a version of the weights.
+    """
     order = await request.json()
     worker, arguments = server.worker, order["args"]
     match order["method"]:
@@ -158,6 +180,7 @@ async def _call_workers(server: FakeServer, request: Request) -> Any:
 
 
 def _models(server: FakeServer) -> dict[str, Any]:
+    """Return the answer to ``/v1/models``: the served model with its context length, and the loaded adapters."""
     model = {"id": "m", "root": str(server.model_dir), "max_model_len": server.max_context}
     return {"object": "list", "data": [model, *({"id": name} for name in server.files.adapters)]}
 

@@ -1,4 +1,6 @@
-"""The routes of the endpoint, and the answer to a request that fails."""
+"""The routes of the endpoint, and the answer to a request that fails. Programs (agents that use a client of OpenAI or
+Anthropic) send their requests here; the key of a request names the episode in whose session it runs, and the policy of
+the run answers it."""
 
 from __future__ import annotations
 
@@ -43,31 +45,37 @@ from headrace.wings.agents.sessions import EpisodeSession, Sessions
 from headrace.wings.serve.body import BodyLimits, ClientGone, read_object, while_connected
 
 PATHS = {"/chat/completions": CHAT, "/responses": RESPONSES, "/messages": MESSAGES}
+"""The protocol of each path."""
 COUNT = "/messages/count_tokens"
+"""The path of requests that ask for a number of tokens."""
 
 _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointDispatcher:
-    """The sessions, limits and callbacks that all requests share."""
+    """What all requests of the endpoint share: the open sessions, the limits and the callbacks."""
 
     sessions: Sessions
+    """The open sessions, by key."""
     limits: SessionLimits
+    """The limits of each session."""
     clock: Clock
+    """The clock for the times in answers."""
     on_ignored: Callable[[str, float | str], None]
-    """Called with each field of a request, and its value, that has no effect on the policy."""
+    """The function that is called with the name and the value of each field of a request that has no effect on the
+    policy."""
     agents: frozenset[str] = frozenset()
     """Names of the agents that answer a request whose model is one of them; the policy answers all others."""
 
     def with_agent(self, tree: Json, options: ChatOptions) -> ChatOptions:
-        """Return ``options`` with the agent that the request's model names, if there is one."""
+        """Return ``options`` with the agent that the request's body names as its model, if there is such an agent."""
         model = tree.get("model")
         known = isinstance(model, str) and role_of(model) in self.agents
         return msgspec.structs.replace(options, agent=model) if known else options
 
     def body_limits(self) -> BodyLimits:
-        """Return the limits of one request's body."""
+        """Return the limits for reading the body of one request."""
         limits = self.limits
         return BodyLimits(
             max_bytes=limits.max_body_bytes, timeout_s=limits.body_timeout_s, remedy="send a shorter conversation"
@@ -99,12 +107,16 @@ def make_app(dispatcher: EndpointDispatcher) -> ASGIApp:
 
 
 class _UnknownKeyDelay:
-    """An ASGI wrapper that refuses, after a delay and for any path, a request whose key was never valid."""
+    """An ASGI application that refuses a request whose key was never valid, for any path and after a delay, and passes
+    others on to ``app``."""
 
     def __init__(self, dispatcher: EndpointDispatcher, app: ASGIApp) -> None:
+        """Guard ``app`` with the keys of the sessions of ``dispatcher``."""
         self._dispatcher, self._app = dispatcher, app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on if its key is or was that of a session; otherwise refuse it after a delay, with status
+        401."""
         try:
             self._dispatcher.sessions.find(Headers(scope=scope))
         except Refusal as refusal:
@@ -117,19 +129,21 @@ class _UnknownKeyDelay:
 
 
 class _ResponseWriter:
-    """A writer of one answer: a JSON body, or server-sent events. The response starts with the first event."""
+    """A writer of the response to one request: a JSON body, or server-sent events. The response starts with the first
+    event."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Make a writer for one request, given by its ASGI arguments."""
         self._asgi = scope, receive, send
         self._send = send
         self._streams = False
 
     async def body(self, body: Json) -> None:
-        """Send ``body`` as the whole answer."""
+        """Send the JSON ``body`` as the whole response."""
         await JSONResponse(body)(*self._asgi)
 
     async def event(self, event: SseEvent) -> None:
-        """Send one event."""
+        """Send one server-sent event, after the headers if it is the first."""
         data = (
             event.data if isinstance(event.data, str) else json.dumps(event.data, ensure_ascii=False, allow_nan=False)
         )
@@ -137,18 +151,19 @@ class _ResponseWriter:
         await self.data(f"{name}data: {data}\n\n".encode())
 
     async def data(self, data: bytes) -> None:
-        """Send raw bytes of the stream."""
+        """Send raw bytes of the stream, after the headers if these are the first."""
         if not self._streams:
             self._streams = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self) -> None:
-        """End the stream."""
+        """End the response of a stream."""
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def refuse(self, refusal: Refusal, protocol: ChatProtocol) -> None:
-        """Send ``refusal``: as an error of its own, or as the last event of a stream that has begun."""
+        """Send ``refusal`` in the format of ``protocol``: as an error response or, if a stream has begun, as its last
+        event."""
         if self._streams:
             await self.event(protocol.broken(refusal))
             await self.end()
@@ -157,7 +172,8 @@ class _ResponseWriter:
 
 
 class _EndpointHandler:
-    """An ASGI application that answers ``POST`` to one path. It cancels the work when the client disconnects."""
+    """An ASGI application that answers ``POST`` to one path: it finds the session, reads the body, and does ``work``
+    with both. It cancels the work when the client disconnects."""
 
     def __init__(
         self,
@@ -165,9 +181,13 @@ class _EndpointHandler:
         protocol: ChatProtocol,
         work: Callable[[EpisodeSession, Json, _ResponseWriter], Awaitable[None]],
     ) -> None:
+        """Make the handler of one path: ``work`` gets the session, the JSON of the body and the writer of the response,
+        and ``protocol`` translates errors."""
         self._dispatcher, self._dialect, self._work = dispatcher, protocol, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request: find its session by the key, read the body, and do the work while the client is
+        connected. A refusal is sent to the client, after a delay if the session has had many."""
         request, writer = Request(scope, receive), _ResponseWriter(scope, receive, send)
         session: EpisodeSession | None = None
         try:
@@ -183,8 +203,8 @@ class _EndpointHandler:
             await writer.refuse(refusal, self._dialect)
 
     async def _guarded(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
-        """Do the work for one request. An unexpected error is stored, to be raised where the episode runs, and becomes
-        a refusal."""
+        """Do the work for one request. An unexpected error is stored in the session, to be raised where the episode
+        runs, and the client gets a refusal."""
         try:
             await _with_refusals(lambda: self._work(session, tree, writer))
         except Refusal:
@@ -197,12 +217,16 @@ class _EndpointHandler:
 
 @dataclass(frozen=True, slots=True)
 class _AnswerWork:
-    """The work for a request that the policy answers in one protocol."""
+    """The work for a request that the policy answers, in one protocol: read it, sample the answers, and write them."""
 
     dispatcher: EndpointDispatcher
+    """What all requests share: sessions, limits and callbacks."""
     protocol: ChatProtocol
+    """The translation of the protocol."""
 
     async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+        """Let the policy answer the request in ``tree``, the JSON of its body, and send the answer, whole or as a
+        stream of events."""
         context = ExchangeContext(
             name=secrets.token_hex(12),
             created_s=int(self.dispatcher.clock.wall()),
@@ -231,8 +255,8 @@ class _AnswerWork:
         pieces: _PieceBuffer,
         writer: _ResponseWriter,
     ) -> list[Reply]:
-        """Return what ``work`` returns, and send its pieces as events meanwhile. Pings keep the stream alive while
-        there are none."""
+        """Return the replies that ``work`` returns, and send the pieces that it puts into the buffer as events
+        meanwhile. Pings keep the stream alive while there are none."""
         try:
             async with asyncio.TaskGroup() as group:
                 task = group.create_task(work)
@@ -255,15 +279,16 @@ class _AnswerWork:
 
 
 class _PieceBuffer:
-    """A buffer of pieces that have not been sent yet. Pieces of one answer are joined, so a slow client gets fewer and
-    larger ones."""
+    """A buffer of pieces of answers that have been sampled but not sent. Pieces of one answer are joined, so that a
+    slow client gets fewer and larger ones."""
 
     def __init__(self) -> None:
+        """Make an empty buffer."""
         self.arrived = asyncio.Event()
         self._waiting: dict[int, AnswerPiece] = {}
 
     def on_piece(self, choice: int, piece: AnswerPiece) -> None:
-        """Append a piece of answer number ``choice``."""
+        """Add a piece of the answer with the number ``choice``."""
         earlier = self._waiting.get(choice)
         if earlier is not None:
             piece = msgspec.structs.replace(
@@ -273,7 +298,8 @@ class _PieceBuffer:
         self.arrived.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait up to ``seconds`` for the next piece of the streamed answer; return whether there is one."""
+        """Wait up to ``seconds`` until there are pieces to send, or the answers are complete; return ``False`` if the
+        time has passed."""
         try:
             async with asyncio.timeout(seconds):
                 await self.arrived.wait()
@@ -289,7 +315,7 @@ class _PieceBuffer:
 
 
 async def _send_pieces(events: EventStream, pieces: _PieceBuffer, writer: _ResponseWriter) -> None:
-    """Send all pieces in the buffer as events."""
+    """Send all pieces in the buffer as events, and empty the buffer."""
     for choice, piece in pieces.pop_all():
         for event in events.add(choice, piece):
             await writer.event(event)
@@ -300,6 +326,8 @@ class _CountWork:
     """The work for a request that asks how many tokens a conversation has."""
 
     async def __call__(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
+        """Answer with the number of tokens that the conversation in ``tree``, the JSON of the request's body, has for
+        the model."""
         request = read_counted(tree)
         await writer.body({"input_tokens": await session.episode.count(request.messages, request.tools)})
 
@@ -307,8 +335,8 @@ class _CountWork:
 async def _replies(
     session: EpisodeSession, request: EndpointRequest, options: ChatOptions, pieces: _PieceBuffer | None = None
 ) -> list[Reply]:
-    """Return all answers to ``request``, sampled concurrently, and pass their pieces to ``pieces``. The first failure
-    cancels the others."""
+    """Return the answers of the policy to ``request``, as many as it asks for, sampled concurrently. Their pieces are
+    passed to ``pieces`` if they are streamed. The first failure cancels the others."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = []
@@ -340,6 +368,7 @@ async def _with_refusals(work: Callable[[], Awaitable[None]]) -> None:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
+    """Return the response for a refusal that no protocol has translated."""
     assert isinstance(error, Refusal)
     return error.response()
 

@@ -1,5 +1,6 @@
-"""The records between the protocols and the episodes: requests as they were read, and answers as they will be
-written."""
+"""The records between the protocols and the episodes: requests as they were read, and answers as they will be written.
+A program acts in an episode by requests over HTTP; those with one key are a session. A piece is a part of an answer
+that is streamed while it is sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ Json = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionLimits:
-    """The limits of one session at the endpoint."""
+    """The limits of each session at the endpoint."""
 
     max_body_bytes: int = 8 * 2**20
     """Largest size of a request body, in bytes."""
@@ -39,7 +40,7 @@ class SessionLimits:
 
 @dataclass(slots=True, kw_only=True)
 class Access:
-    """The address and the key with which a program reaches its episode."""
+    """The address and the key with which a program reaches its episode; it gets them as environment variables."""
 
     base_url: str
     """The endpoint's URL without ``/v1``; each protocol's client appends its own path."""
@@ -66,9 +67,13 @@ class EndpointRequest:
     """A request to the policy, as read from a body of any of the protocols."""
 
     messages: tuple[Message, ...]
+    """The conversation that is to be answered."""
     tools: tuple[Tool, ...]
+    """The tools that the policy may call."""
     options: ChatOptions
+    """The settings of the answer that a request may choose, such as its longest length."""
     num_choices: int = 1
+    """Number of answers to sample."""
     stream: bool = False
     """Whether the answer is sent as server-sent events."""
     ignored: Mapping[str, float | str] = field(default_factory=dict)
@@ -78,18 +83,18 @@ class EndpointRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeContext:
-    """The facts of one request that a protocol needs for its translation."""
+    """The facts of one request, beside its body, that a protocol needs for its translation."""
 
     name: str
     """A name that no other request has; the ids in the answer are made from it."""
     created_s: int
-    """Seconds since 1970."""
+    """Time of the request, in seconds since 1970."""
     spell: Callable[[int], str]
-    """Returns the text of one token."""
+    """A function that returns the text of a token id."""
     max_choices: int = 16
     """Largest number of answers that the request may ask for."""
     histories: MutableMapping[str, tuple[Message, ...]] = field(default_factory=dict)
-    """The conversation up to each response of the session, by the response's id; later responses may continue it."""
+    """The conversation up to each earlier response of the session, by the response's id; a request may continue one."""
 
 
 class SseEvent(NamedTuple):
@@ -97,10 +102,11 @@ class SseEvent(NamedTuple):
 
     name: str
     data: Json | str
+    """The JSON of the event, or its text as it is."""
 
 
 class Exchange(Protocol):
-    """A request that has been read, and the translation of its answer into the protocol."""
+    """One request that has been read, with the translation of its answer into the protocol."""
 
     @property
     def request(self) -> EndpointRequest:
@@ -108,35 +114,37 @@ class Exchange(Protocol):
         ...
 
     def answer(self, replies: Sequence[Reply]) -> Json:
-        """Return the JSON body of the answer."""
+        """Return the JSON body of the response that holds all ``replies`` of the policy."""
         ...
 
     def stream(self) -> EventStream:
-        """Return a stream of the answer that has not begun."""
+        """Return the translator of the answer into events, for an answer that is streamed."""
         ...
 
 
 class EventStream(Protocol):
-    """An answer as a stream of events, made while it is sampled. The first event comes with the first piece."""
+    """The translator of an answer into server-sent events while it is sampled. The first event comes with the first
+    piece."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:
-        """Yield the events for one more piece of answer number ``choice``. All text passes through this method."""
+        """Yield the events for one more piece of the answer with the number ``choice``. All streamed text passes
+        through this method."""
         ...
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the last events, when every answer is complete."""
+        """Yield the last events, once all ``replies`` are complete."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatProtocol:
-    """The functions that translate one protocol."""
+    """The functions that translate requests and answers of one protocol."""
 
     parse: Callable[[Mapping[str, Any], ExchangeContext], Exchange]
-    """Reads a body; raises :class:`Refusal`, which names what is not supported."""
+    """A function that reads a request's body; it raises :class:`Refusal`, which names what is not supported."""
     refusal: Callable[[Refusal], Json]
-    """Returns the body of an error."""
+    """A function that returns the JSON body of an error response."""
     broken: Callable[[Refusal], SseEvent]
-    """Returns the last event of a stream that fails after it has begun."""
+    """A function that returns the last event of a stream that fails after it has begun."""
     ping: bytes
-    """The bytes that keep a stream alive."""
+    """The bytes that keep a stream alive while there is no event."""

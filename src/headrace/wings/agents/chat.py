@@ -1,4 +1,5 @@
-"""The protocol of OpenAI's chat completions: ``POST /v1/chat/completions``."""
+"""The protocol of OpenAI's chat completions: ``POST /v1/chat/completions``. The classes ``_Chat...`` and ``_Tool...``
+are parts of a request's body; a choice is one of the answers that it asks for."""
 
 from __future__ import annotations
 
@@ -31,19 +32,20 @@ _Text = Annotated[str, PlainValidator(text_of("text"))]
 
 
 class _ChatInput(BodyPart):
-    """A message that the policy did not write."""
+    """A message of a request that the policy did not write: from the system, the developer or the user."""
 
     role: Literal["system", "developer", "user"]
     content: _Text
     name: str = ""
 
     def message(self) -> Message:
+        """Return the message in Headrace's form."""
         role = "system" if self.role == "developer" else self.role
         return Message(role=role, content=self.content, name=self.name)
 
 
 class _ChatAnswer(BodyPart):
-    """A message of the policy."""
+    """A message of a request that the policy wrote earlier."""
 
     role: Literal["assistant"]
     content: _Text = ""
@@ -69,6 +71,8 @@ class _ChatAnswer(BodyPart):
 
 
 class _ToolAnswer(BodyPart):
+    """A message of a request that answers the call of a tool."""
+
     role: Literal["tool"]
     content: _Text
     tool_call_id: str
@@ -76,10 +80,14 @@ class _ToolAnswer(BodyPart):
     """Not read: the call gives the tool's name."""
 
     def message(self) -> Message:
+        """Return the message in Headrace's form."""
         return Message(role="tool", content=self.content, tool_call_id=self.tool_call_id)
 
 
 class _ChatBody(StrictBody):
+    """The body of a chat completion request. ``ignored`` and ``unsupported`` list fields that have no effect and fields
+    that are refused, the latter with the values that are accepted."""
+
     ignored: ClassVar = frozenset(
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "seed"),
@@ -120,7 +128,8 @@ class _ChatBody(StrictBody):
     return_token_ids: bool = False
 
     def request(self, context: ExchangeContext) -> EndpointRequest:
-        """Return the request in Headrace's form. Raises :class:`Refusal` if it asks for too many choices."""
+        """Return the request to the policy in Headrace's form. Raises :class:`Refusal` if it asks for too many choices,
+        or offers two tools of one name."""
         if self.n > context.max_choices:
             raise Refusal(
                 f"n={self.n} is more than {context.max_choices}",
@@ -150,12 +159,17 @@ class _ChatBody(StrictBody):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChatExchange:
+    """A chat completion request, with the translation of its answers."""
+
     body: _ChatBody
+    """The body as the client sent it."""
     request: EndpointRequest
+    """The request to the policy, in Headrace's form."""
     context: ExchangeContext
+    """The facts of the request beside its body."""
 
     def answer(self, replies: Sequence[Reply]) -> Json:
-        """Return the body of the response, with one choice for each reply."""
+        """Return the body of the response, with one choice for each of the ``replies``."""
         choices = []
         for index, reply in enumerate(replies):
             message = {"role": "assistant", "refusal": None, **_message(reply.message)}
@@ -163,14 +177,17 @@ class _ChatExchange:
         return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
 
     def stream(self) -> _ChatStream:
+        """Return the translator of the answers into events."""
         return _ChatStream(self)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:
+        """Return the JSON around ``choices`` of a response or of an event; ``kind`` is its type."""
         name, created_s = f"chatcmpl-{self.context.name}", self.context.created_s
         return {"id": name, "object": kind, "created": created_s, "model": self.body.model, "choices": choices}
 
     def end(self, reply: Reply) -> Json:
-        """Return the fields of a choice beside its message."""
+        """Return the fields of a choice that come with its end: logprobs, the reason and, if requested, the token
+        ids."""
         logprobs = None
         if self.body.logprobs:
             logprobs = {"content": token_logprobs(reply, self.context.spell), "refusal": None}
@@ -179,9 +196,10 @@ class _ChatExchange:
 
 
 class _ChatStream:
-    """A stream of chunks, each of which adds a delta to one of the choices."""
+    """The translator of answers into chunks, each of which adds a delta to one of the choices."""
 
     def __init__(self, exchange: _ChatExchange) -> None:
+        """Make a stream of the answers to ``exchange`` that has not begun."""
         self._exchange = exchange
         self._usage: Json = {"usage": None} if exchange.body.stream_options.include_usage else {}
         self._begun: set[int] = set()
@@ -206,11 +224,13 @@ class _ChatStream:
         yield SseEvent("", "[DONE]")
 
     def _begin(self, choice: int) -> Iterator[SseEvent]:
+        """Yield the event that begins a choice, unless it has begun."""
         if choice not in self._begun:
             self._begun.add(choice)
             yield self._chunk(choice, {"role": "assistant", "content": ""})
 
     def _chunk(self, choice: int, delta: Json, **more: Any) -> SseEvent:
+        """Return the event that adds ``delta`` to a choice; ``more`` are further fields of it."""
         part = {"index": choice, "delta": delta, "logprobs": None, "finish_reason": None, **more}
         return SseEvent("", {**self._exchange.frame("chat.completion.chunk", [part]), **self._usage})
 
@@ -229,6 +249,7 @@ def _message(message: Message) -> Json:
 
 
 def _finish(reply: Reply) -> str:
+    """Return the reason why a choice ended, in the words of the protocol."""
     if reply.stop_reason is not StopReason.STOP:
         return "length"  # the protocol has no value for a deadline or a withdrawn request
     return "tool_calls" if reply.message.tool_calls else "stop"

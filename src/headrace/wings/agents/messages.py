@@ -1,4 +1,5 @@
-"""The protocol of Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``."""
+"""The protocol of Anthropic's messages: ``POST /v1/messages`` and ``/v1/messages/count_tokens``. A message is a list of
+content blocks: text, thinking (the policy's reasoning), the use of a tool, or the result of one."""
 
 from __future__ import annotations
 
@@ -44,6 +45,8 @@ _ERRORS = {
 
 
 class _TextBlock(BodyPart):
+    """A block of text in a request."""
+
     type: Literal["text"]
     text: str
     cache_control: Any = None
@@ -51,12 +54,16 @@ class _TextBlock(BodyPart):
 
 
 class _Thinking(BodyPart):
+    """A block with reasoning of the policy, which the client sends back; its signature is not checked."""
+
     type: Literal["thinking"]
     thinking: str
     signature: str = ""
 
 
 class _ToolUse(BodyPart):
+    """A block with a call of a tool that the policy made."""
+
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1)
@@ -64,12 +71,15 @@ class _ToolUse(BodyPart):
     cache_control: Any = None
 
     def call(self) -> ToolCall:
+        """Return the call in Headrace's form, with the arguments as the policy wrote them."""
         given = self.input.get(MALFORMED) if self.input.keys() == {MALFORMED} else None
         arguments = given if isinstance(given, str) else json.dumps(self.input, ensure_ascii=False)
         return ToolCall(id=self.id, name=self.name, arguments=arguments)
 
 
 class _ToolResult(BodyPart):
+    """A block with the result of a tool; ``is_error`` says that the tool failed."""
+
     type: Literal["tool_result"]
     tool_use_id: str
     content: _Text = ""
@@ -77,21 +87,26 @@ class _ToolResult(BodyPart):
     cache_control: Any = None
 
     def message(self) -> Message:
+        """Return the result as a message in Headrace's form."""
         return Message(role="tool", content=self.content, tool_call_id=self.tool_use_id, failed=self.is_error)
 
 
 def _as_blocks(value: object) -> object:
+    """Return a plain text as a list of one text block, and any other content as it is."""
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
 class _MessagesInput(BodyPart):
+    """A message of a request by the user, which may hold results of tools."""
+
     role: Literal["user"]
     content: Annotated[
         list[Annotated[_TextBlock | _ToolResult, Field(discriminator="type")]], BeforeValidator(_as_blocks)
     ]
 
     def messages(self) -> Iterator[Message]:
-        """Yield each tool result as a message of its own, and the text between them as user messages."""
+        """Yield the message in Headrace's form: each tool result as a message of its own, and the text between them as
+        user messages."""
         texts: list[str] = []
         for block in self.content:
             if isinstance(block, _TextBlock):
@@ -106,13 +121,15 @@ class _MessagesInput(BodyPart):
 
 
 class _MessagesAnswer(BodyPart):
+    """A message of a request that the policy wrote earlier."""
+
     role: Literal["assistant"]
     content: Annotated[
         list[Annotated[_TextBlock | _Thinking | _ToolUse, Field(discriminator="type")]], BeforeValidator(_as_blocks)
     ]
 
     def messages(self) -> Iterator[Message]:
-        """Yield the one message of the policy."""
+        """Yield the message in Headrace's form, in which all blocks of one kind are joined."""
         yield Message(
             role="assistant",
             content="".join(block.text for block in self.content if isinstance(block, _TextBlock)),
@@ -122,6 +139,8 @@ class _MessagesAnswer(BodyPart):
 
 
 class _MessagesTool(BodyPart):
+    """A tool that a request offers to the policy."""
+
     type: Literal["custom"] = "custom"
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -133,7 +152,8 @@ class _MessagesTool(BodyPart):
 
 
 def _read_choice(value: object) -> str:
-    """Return the type of ``tool_choice``, which is ``auto`` or ``none``."""
+    """Return the type of ``tool_choice``, ``auto`` or ``none``; other types are refused, since nothing can make the
+    policy call a tool."""
     fields = {name: part for name, part in value.items() if part} if isinstance(value, dict) else {}
     if fields.keys() == {"type"} and fields["type"] in ("auto", "none"):
         return str(fields["type"])
@@ -144,6 +164,8 @@ def _read_choice(value: object) -> str:
 
 
 class _ThinkingConfig(BodyPart):
+    """The part of a request that says whether the answer shows the reasoning of the policy."""
+
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int = Field(default=0, ge=0)
     """Accepted without effect: nothing limits the policy's reasoning."""
@@ -157,11 +179,13 @@ class _ThinkingConfig(BodyPart):
 
 
 class _OutputConfig(BodyPart):
+    """The part of a request that asks for an effort; it has no effect."""
+
     effort: str = ""
 
 
 class _MessagesPrompt(StrictBody):
-    """The part of a body that holds the conversation and the tools."""
+    """The part of a body that holds the conversation and the tools, which is all that a count of tokens needs."""
 
     ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
     unsupported: ClassVar = {
@@ -180,12 +204,12 @@ class _MessagesPrompt(StrictBody):
     output_config: _OutputConfig = _OutputConfig()
 
     def read(self) -> tuple[Message, ...]:
-        """Return the conversation."""
+        """Return the conversation in Headrace's form, the system's message first."""
         opening = [Message(role="system", content=self.system)] if self.system else []
         return named_answers([*opening, *(part for message in self.messages for part in message.messages())])
 
     def offered(self) -> tuple[Tool, ...]:
-        """Return the tools that the policy may call."""
+        """Return the tools that the policy may call, in Headrace's form; none if ``tool_choice`` is ``none``."""
         given = self.tools if self.tool_choice == "auto" else []
         tools = tuple(Tool(name=t.name, description=t.description, parameters=t.input_schema) for t in given)
         refuse_same_names(tools)
@@ -193,6 +217,8 @@ class _MessagesPrompt(StrictBody):
 
 
 class _MessagesBody(_MessagesPrompt):
+    """The body of a request for an answer: the conversation, and how long the answer may be."""
+
     max_tokens: int = Field(ge=1, le=INT32_MAX)
     stop_sequences: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
     stream: bool = False
@@ -203,12 +229,17 @@ class _MessagesBody(_MessagesPrompt):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _MessagesExchange:
+    """A messages request, with the translation of its answer."""
+
     body: _MessagesBody
+    """The body as the client sent it."""
     request: EndpointRequest
+    """The request to the policy, in Headrace's form."""
     context: ExchangeContext
+    """The facts of the request beside its body."""
 
     def answer(self, replies: Sequence[Reply]) -> Json:
-        """Return the body of the response, which has exactly one reply."""
+        """Return the body of the response; ``replies`` holds exactly one reply."""
         (reply,) = replies
         begun = self.begun(reply.num_prompt_tokens)
         return {
@@ -220,10 +251,11 @@ class _MessagesExchange:
         }
 
     def stream(self) -> _MessagesStream:
+        """Return the translator of the answer into events."""
         return _MessagesStream(self)
 
     def begun(self, num_prompt_tokens: int) -> Json:
-        """Return the body of an answer without content."""
+        """Return the body of a response without content, with which a stream begins."""
         usage = {"input_tokens": num_prompt_tokens, "output_tokens": 0}
         return {
             "id": f"msg_{self.context.name}",
@@ -237,8 +269,8 @@ class _MessagesExchange:
         }
 
     def _blocks(self, message: Message) -> list[Json]:
-        """Return the content blocks of ``message``. Reasoning is included only if requested: other clients take the
-        first block for the text."""
+        """Return the content blocks of the policy's ``message``. Reasoning is included only if the request asks for it:
+        other clients take the first block for the text."""
         blocks: list[Json] = []
         if message.reasoning and self.body.thinking.shown:
             blocks.append({"type": "thinking", "thinking": message.reasoning, "signature": UNSIGNED})
@@ -252,9 +284,10 @@ class _MessagesExchange:
 
 
 class _MessagesStream:
-    """A stream of one message whose blocks follow each other: reasoning, text, tool calls."""
+    """The translator of one answer into events. Its blocks follow each other: reasoning, text, calls of tools."""
 
     def __init__(self, exchange: _MessagesExchange) -> None:
+        """Make a stream of the answer to ``exchange`` that has not begun."""
         self._exchange = exchange
         self._is_begun = False
         self._index = -1
@@ -272,8 +305,8 @@ class _MessagesStream:
             yield self._delta(type="text_delta", text=piece.content)
 
     def end(self, replies: Sequence[Reply]) -> Iterator[SseEvent]:
-        """Yield the events that end the stream: the blocks which have not been streamed, such as calls of tools, and
-        the reason of the end."""
+        """Yield the events that end the stream: the blocks that have not been streamed, such as calls of tools, and the
+        reason of the end."""
         whole = self._exchange.answer(replies)
         yield from self._begin(replies[0].num_prompt_tokens)
         for block in whole["content"][self._index + 1 :]:
@@ -287,13 +320,14 @@ class _MessagesStream:
         yield _event("message_stop")
 
     def _begin(self, num_prompt_tokens: int) -> Iterator[SseEvent]:
+        """Yield the event that begins the message, unless it has begun."""
         if not self._is_begun:
             self._is_begun = True
             yield _event("message_start", message=self._exchange.begun(num_prompt_tokens))
 
     def _open_block(self, blank: Json, *, always: bool = False) -> Iterator[SseEvent]:
-        """Open a block of ``blank``'s type, unless one is open. With ``always`` a new block is opened even after one of
-        the same type."""
+        """Yield the events that open the empty block ``blank``, unless one of its type is open. With ``always``, a new
+        block is opened even then."""
         if self._open_type == blank["type"] and not always:
             return
         yield from self._close_block()
@@ -301,6 +335,7 @@ class _MessagesStream:
         yield _event("content_block_start", index=self._index, content_block=blank)
 
     def _delta(self, **delta: str) -> SseEvent:
+        """Return the event that adds ``delta`` to the open block."""
         return _event("content_block_delta", index=self._index, delta=delta)
 
     def _close_block(self) -> Iterator[SseEvent]:
@@ -322,6 +357,7 @@ def _stop_reason(reply: Reply) -> str:
 
 
 def _event(kind: str, **fields: Any) -> SseEvent:
+    """Return the event of the type ``kind`` with these fields."""
     return SseEvent(kind, {"type": kind, **fields})
 
 
@@ -351,12 +387,13 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _MessagesExchan
 
 
 def read_counted(tree: Mapping[str, Any]) -> EndpointRequest:
-    """Return the request in a body of ``count_tokens``."""
+    """Return the request in a body of ``count_tokens``, of which only messages and tools are used."""
     body = read_body(_MessagesPrompt, tree)
     return EndpointRequest(messages=body.read(), tools=body.offered(), options=ChatOptions())
 
 
 def _refusal(refusal: Refusal) -> Json:
+    """Return the JSON body of an error response, in the protocol's format."""
     kind = _ERRORS.get(refusal.status, "invalid_request_error" if refusal.status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": f"{refusal.problem}; {refusal.remedy}"}}
 

@@ -1,4 +1,6 @@
-"""The reading of request bodies that all protocols share."""
+"""The reading of request bodies that all protocols share: parts of bodies as pydantic models, which translate
+themselves into Headrace's types of messages, tools and calls. Fields that are neither supported nor without effect are
+refused."""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from headrace.base.types.chat import Message, Reply, Tool, ToolCall
 from headrace.wings.serve.strict import Strict
 
 INT32_MAX = 2**31 - 1
+"""The largest number that a request may give."""
 NAME = r"^[A-Za-z0-9_.:/-]{1,128}$"
 """Pattern of the names of offered tools. The policy may call tools of other names."""
 HARMLESS = frozenset({"annotations", "cache_control", "citations", "logprobs", "parsed", "prompt_cache_breakpoint"})
@@ -28,13 +31,14 @@ class BodyPart(Strict):
     @pydantic.model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, value: object) -> object:
+        """Return an object without the fields that are ``null``."""
         if not isinstance(value, dict):
             return value
         return {name: part for name, part in value.items() if part is not None}
 
 
 class CalledFunction(BodyPart):
-    """The function of a call."""
+    """The function that a call in a request names, with its arguments as JSON text."""
 
     name: str = Field(min_length=1)
     arguments: str = ""
@@ -43,7 +47,7 @@ class CalledFunction(BodyPart):
 
 
 class ChatToolCall(BodyPart):
-    """A call in a message of the policy, in OpenAI's chat completions."""
+    """A call of a tool in an earlier message of the policy, in OpenAI's chat completions."""
 
     id: str = Field(min_length=1, max_length=256)
     type: Literal["function"] = "function"
@@ -52,12 +56,12 @@ class ChatToolCall(BodyPart):
     """Left over in messages that a program has joined from a stream's deltas; not read."""
 
     def call(self) -> ToolCall:
-        """Return the call."""
+        """Return the call in Headrace's form."""
         return ToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
 class OfferedFunction(BodyPart):
-    """The function that a tool is."""
+    """The function that a tool calls: its name, its description and the JSON schema of its parameters."""
 
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -67,19 +71,20 @@ class OfferedFunction(BodyPart):
 
 
 class ChatTool(BodyPart):
-    """A tool that is offered, in OpenAI's chat completions."""
+    """A tool that a request offers to the policy, in OpenAI's chat completions."""
 
     type: Literal["function"]
     function: OfferedFunction
 
     def tool(self) -> Tool:
-        """Return the tool."""
+        """Return the tool in Headrace's form."""
         function = self.function
         return Tool(name=function.name, description=function.description, parameters=function.parameters)
 
 
 def text_of(*kinds: str) -> Callable[[object], str]:
-    """Return a function that reads a text, or a list of parts of the given ``kinds``, as one text."""
+    """Return a function, for a field of a model, that reads a text or a list of text parts of the given ``kinds`` as
+    one text, and refuses anything else."""
     words = f'expected a text, or a list of {{"type": "{kinds[0]}", "text": ...}}: the policy reads text alone'
 
     def read(value: object) -> str:
@@ -101,20 +106,21 @@ def text_of(*kinds: str) -> Callable[[object], str]:
 
 
 def read_choice(value: object) -> str:
-    """Return OpenAI's ``tool_choice``, which is ``auto`` or ``none``."""
+    """Return the value of OpenAI's ``tool_choice``, ``auto`` or ``none``; other values are refused, since nothing can
+    make the policy call a tool."""
     if value in ("auto", "none"):
         return str(value)
     raise PydanticCustomError("tool_choice", "expected 'auto' or 'none': nothing makes the policy call a tool")
 
 
 def set_fields(**fields: float | str | None) -> dict[str, float | str]:
-    """Return those ``fields`` that are neither ``None`` nor empty."""
+    """Return those ``fields`` of a request that were given: neither ``None`` nor empty."""
     return {name: value for name, value in fields.items() if value is not None and value != ""}
 
 
 def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
-    """Return ``messages`` with the tool's name in every tool answer. Raises :class:`Refusal` for the answer to a call
-    that no message makes."""
+    """Return ``messages`` with the name of the tool in every tool answer, which the protocols leave out. Raises
+    :class:`Refusal` for the answer to a call that no earlier message makes."""
     tools: dict[str, str] = {}
     read: list[Message] = []
     for message in messages:
@@ -132,13 +138,14 @@ def named_answers(messages: Iterable[Message]) -> tuple[Message, ...]:
 
 
 def _named(message: Message, name: str) -> Message:
+    """Return the tool answer ``message`` with the tool's name."""
     return Message(
         role="tool", content=message.content, tool_call_id=message.tool_call_id, name=name, failed=message.failed
     )
 
 
 def refuse_same_names(tools: Sequence[Tool]) -> None:
-    """Refuse two tools with the same name, since a call could not be matched to one of them."""
+    """Raise :class:`Refusal` if two tools have the same name, since a call could not be matched to one of them."""
     names = [tool.name for tool in tools]
     for name in names:
         if names.count(name) > 1:
@@ -148,8 +155,8 @@ def refuse_same_names(tools: Sequence[Tool]) -> None:
 
 
 def token_logprobs(reply: Reply, spell: Callable[[int], str]) -> list[dict[str, Any]]:
-    """Return the sampled tokens of ``reply`` in the form that both of OpenAI's protocols use; a logprob that is not
-    finite is ``null``."""
+    """Return the sampled tokens of ``reply`` with their logprobs, in the form that both of OpenAI's protocols use; a
+    logprob that is not finite is ``null``. ``spell`` returns the text of a token."""
     entries: list[dict[str, Any]] = []
     for token, logprob in zip(reply.token_ids, reply.logprobs, strict=True):
         text = spell(token)

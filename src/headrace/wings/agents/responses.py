@@ -1,5 +1,5 @@
-"""The protocol of OpenAI's responses: ``POST /v1/responses``. A response is a list of items: reasoning, a message,
-function calls."""
+"""The protocol of OpenAI's responses: ``POST /v1/responses``. Both a request's input and a response are lists of items:
+a message, reasoning of the policy, a function call, or a function's output."""
 
 from __future__ import annotations
 
@@ -34,6 +34,8 @@ _LOGPROBS = "message.output_text.logprobs"
 
 
 class _MessageItem(BodyPart):
+    """An item of a request that is a message, of the policy (``assistant``) or of others."""
+
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: _Text
@@ -44,6 +46,8 @@ class _MessageItem(BodyPart):
 
 
 class _ReasoningItem(BodyPart):
+    """An item of a request with reasoning that the policy wrote earlier."""
+
     type: Literal["reasoning"]
     content: Annotated[str, PlainValidator(text_of("reasoning_text"))] = ""
     id: str = ""
@@ -53,6 +57,8 @@ class _ReasoningItem(BodyPart):
 
 
 class _FunctionCallItem(BodyPart):
+    """An item of a request with a call of a function that the policy made earlier."""
+
     type: Literal["function_call"]
     call_id: str = Field(min_length=1, max_length=256)
     name: str = Field(min_length=1)
@@ -64,6 +70,8 @@ class _FunctionCallItem(BodyPart):
 
 
 class _FunctionOutputItem(BodyPart):
+    """An item of a request with the output of a function that was called."""
+
     type: Literal["function_call_output"]
     call_id: str
     output: _Text
@@ -88,10 +96,13 @@ _Item = Annotated[
 
 
 def _as_items(value: object) -> object:
+    """Return a plain text as a list of one user message, and any other input as it is."""
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
 class _ResponsesTool(BodyPart):
+    """A function that a request offers to the policy."""
+
     type: Literal["function"]
     name: str = Field(pattern=NAME)
     description: str = ""
@@ -100,27 +111,34 @@ class _ResponsesTool(BodyPart):
     """Accepted for compatibility, without effect on calls that the model chooses to make."""
 
     def tool(self) -> Tool:
-        """Return the tool."""
+        """Return the tool in Headrace's form."""
         return Tool(name=self.name, description=self.description, parameters=self.parameters)
 
 
 class _Reasoning(BodyPart):
+    """The part of a request about reasoning; it has no effect."""
+
     effort: str = ""
     summary: str = ""
     """Accepted without effect: reasoning is shown as it was sampled."""
 
 
 class _Format(BodyPart):
+    """The format of the answer: plain text only."""
+
     type: Literal["text"]
 
 
 class _TextConfig(BodyPart):
+    """The part of a request about the text of the answer."""
+
     format: _Format = _Format(type="text")
     verbosity: str = ""
 
 
 class ResponsesBody(StrictBody):
-    """The body of ``POST /v1/responses``."""
+    """The body of ``POST /v1/responses``. ``ignored`` and ``unsupported`` list fields that have no effect and fields
+    that are refused, the latter with the values that are accepted."""
 
     ignored: ClassVar = frozenset(
         {
@@ -156,11 +174,13 @@ class ResponsesBody(StrictBody):
     """Logprobs are included on request. Reasoning is never encrypted, whether it is requested or not."""
 
     def opening(self) -> tuple[Message, ...]:
-        """Return the message that holds the instructions, if there are any."""
+        """Return the system's message with the instructions, or nothing if there are none."""
         return (Message(role="system", content=self.instructions),) if self.instructions else ()
 
     def conversation(self, histories: Mapping[str, tuple[Message, ...]]) -> tuple[Message, ...]:
-        """Return the messages up to this request, without the instructions, which later responses do not inherit."""
+        """Return the messages up to this request: those of the response that it continues, found in ``histories`` by
+        its id, and its own. Instructions are left out, since later responses do not inherit them. Raises
+        :class:`Refusal` for an unknown response, and if there is no message at all."""
         before: tuple[Message, ...] = ()
         if self.previous_response_id:
             if self.previous_response_id not in histories:
@@ -180,8 +200,8 @@ class ResponsesBody(StrictBody):
 def _messages(
     items: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem],
 ) -> Iterator[Message]:
-    """Yield the messages of ``items``. Reasoning, text and calls that follow each other in this order are one message
-    of the policy."""
+    """Yield the messages of ``items`` in Headrace's form. Reasoning, text and calls that follow each other in this
+    order are one message of the policy."""
     places: list[int] = []  # places of the items that have been collected for one message
     parts: list[_MessageItem | _ReasoningItem | _FunctionCallItem] = []
     for item in items:
@@ -204,7 +224,8 @@ def _messages(
 
 
 def _place_in_message(item: _MessageItem | _ReasoningItem | _FunctionCallItem | _FunctionOutputItem) -> int | None:
-    """Return where ``item`` stands in a message of the policy; ``None`` for an item that the policy did not write."""
+    """Return the place of ``item`` in a message of the policy: 0 for reasoning, 1 for text, 2 for calls; ``None`` for
+    an item that the policy did not write."""
     match item:
         case _ReasoningItem():
             return 0
@@ -216,7 +237,7 @@ def _place_in_message(item: _MessageItem | _ReasoningItem | _FunctionCallItem | 
 
 
 def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallItem]) -> Message:
-    """Return the message of the policy that ``parts`` make up."""
+    """Return the message of the policy that the items ``parts`` make up."""
     calls = (part for part in parts if isinstance(part, _FunctionCallItem))
     return Message(
         role="assistant",
@@ -228,12 +249,14 @@ def _join_items(parts: Sequence[_MessageItem | _ReasoningItem | _FunctionCallIte
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResponseForm:
-    """The JSON of one response, and its events."""
+    """The JSON of one response, from its request and its reply, for an answer that is whole or streamed."""
 
     body: ResponsesBody
+    """The body of the request."""
     context: ExchangeContext
+    """The facts of the request beside its body."""
     own: Json = field(default_factory=dict)
-    """Fields of the response, with their values, in place of those that the body gives."""
+    """Fields of the response, with their values, that replace those made from the body."""
 
     @property
     def id(self) -> str:
@@ -241,11 +264,12 @@ class ResponseForm:
         return f"resp_{self.context.name}"
 
     def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
-        """Return a stream that has not begun; ``answer`` makes the complete body."""
+        """Return the translator of the answer into events; the function ``answer`` makes the complete body from the
+        replies."""
         return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
 
     def begun(self) -> Json:
-        """Return the body of a response without output."""
+        """Return the body of a response without output, with which a stream begins."""
         return {
             "id": self.id,
             "object": "response",
@@ -271,7 +295,7 @@ class ResponseForm:
         }
 
     def ended(self, reply: Reply) -> Json:
-        """Return the JSON of a finished response."""
+        """Return the body of the finished response with the policy's ``reply``."""
         cut = reply.stop_reason is not StopReason.STOP
         return {
             **self.begun(),
@@ -283,7 +307,8 @@ class ResponseForm:
         }
 
     def _output(self, reply: Reply, status: str) -> list[Json]:
-        """Return the output items of a response: reasoning, message and function calls."""
+        """Return the output items of a response: reasoning, message and function calls. ``status`` says whether the
+        answer is complete."""
         message, name, items = reply.message, self.context.name, list[Json]()
         if message.reasoning:
             items.append(reasoning_item(name, message.reasoning))
@@ -306,16 +331,24 @@ class ResponseForm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ResponsesExchange:
+    """A responses request, with the translation of its answer."""
+
     form: ResponseForm
+    """The JSON of the response."""
     request: EndpointRequest
+    """The request to the policy."""
     conversation: tuple[Message, ...]
+    """The messages up to this request, without the instructions."""
 
     def answer(self, replies: Sequence[Reply]) -> Json:
+        """Return the body of the response, and store the conversation with the answer, so that later requests can
+        continue it."""
         (reply,) = replies
         self.form.context.histories[self.form.id] = (*self.conversation, reply.message)
         return self.form.ended(reply)
 
     def stream(self) -> ItemEventStream:
+        """Return the translator of the answer into events."""
         return self.form.stream(self.answer)
 
 
@@ -331,7 +364,7 @@ def _usage(reply: Reply) -> Json:
 
 
 def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExchange:
-    """Return the exchange of a responses request, with the history that it continues."""
+    """Return the exchange of a responses request, with the conversation that it continues."""
     body = read_body(ResponsesBody, tree)
     conversation = body.conversation(context.histories)
     tools = tuple(tool.tool() for tool in body.tools) if body.tool_choice == "auto" else ()
@@ -352,6 +385,7 @@ def _parse(tree: Mapping[str, Any], context: ExchangeContext) -> _ResponsesExcha
 
 
 def _broken(refusal: Refusal) -> SseEvent:
+    """Return the event that ends a stream which fails after it has begun."""
     error = refusal.body()["error"]
     fields = {name: error[name] for name in ("code", "message", "param")}
     return SseEvent("error", {"type": "error", "sequence_number": 0, **fields, "error": error})
@@ -361,23 +395,24 @@ RESPONSES = ChatProtocol(parse=_parse, refusal=Refusal.body, broken=_broken, pin
 
 
 def reasoning_item(name: str, text: str) -> Json:
-    """Return the item that holds the reasoning ``text``."""
+    """Return the output item that holds the reasoning ``text``; ``name`` makes its id."""
     parts = [{"type": "reasoning_text", "text": text}]
     return {"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": parts}
 
 
 def message_item(name: str, text: str, status: str, logprobs: Sequence[Json]) -> Json:
-    """Return the item that holds the message ``text``."""
+    """Return the output item that holds the message ``text``; ``name`` makes its id, and ``status`` says whether it is
+    complete."""
     part = {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
     return {"type": "message", "id": f"msg_{name}", "role": "assistant", "status": status, "content": [part]}
 
 
 class ItemEventStream:
-    """The events of one response, whose items follow each other."""
+    """The translator of one response into events. Its items follow each other: reasoning, message, function calls."""
 
     def __init__(self, *, name: str, begun: Json, final_body: Callable[[Sequence[Reply]], Json]) -> None:
-        """Make a stream. ``begun`` is the response without output, ``final_body`` makes the complete one from its
-        replies, and the ids of its items are made from ``name``."""
+        """Make a stream that has not begun. ``begun`` is the body of the response without output, ``final_body`` makes
+        the complete one from the replies, and the ids of the items are made from ``name``."""
         self._name, self._begun, self._final_body = name, begun, final_body
         self._numbers = itertools.count()
         self._is_begun = False
@@ -425,7 +460,7 @@ class ItemEventStream:
             yield self._event("response.in_progress", response=self._begun)
 
     def _item(self) -> Json:
-        """Return the open item with the text that has been sent."""
+        """Return the open item with the text that has been sent so far."""
         if self._open_type == "reasoning":
             return reasoning_item(self._name, self._text)
         return message_item(self._name, self._text, "completed", [])
@@ -448,7 +483,7 @@ class ItemEventStream:
         self._open_type = ""
 
     def _call(self, item: Json) -> Iterator[SseEvent]:
-        """Yield the events of a call of a tool, whose arguments come whole."""
+        """Yield the events of the function call ``item``, whose arguments are sent at once."""
         self._index += 1
         begun = {**item, "arguments": "", "status": "in_progress"}
         kind, about = "response.function_call_arguments", {"item_id": item["id"], "output_index": self._index}
@@ -458,8 +493,9 @@ class ItemEventStream:
         yield self._event("response.output_item.done", output_index=self._index, item=item)
 
     def _about(self, kind: str, **fields: Any) -> SseEvent:
-        """Return an event about the open item."""
+        """Return an event of the type ``kind`` about the open item."""
         return self._event(kind, item_id=self._item()["id"], output_index=self._index, **fields)
 
     def _event(self, kind: str, **fields: Any) -> SseEvent:
+        """Return an event of the type ``kind``, with the next number of the stream."""
         return SseEvent(kind, {"type": kind, "sequence_number": next(self._numbers), **fields})

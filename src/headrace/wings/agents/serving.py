@@ -1,5 +1,5 @@
-"""The endpoint as a server in the controller's event loop. It listens on this machine only, unless another address is
-configured."""
+"""The endpoint as a server in the controller's event loop: programs send requests to it by which they act in an
+episode. It listens on this machine only, unless another address is configured."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.base.errors import RunError
 from headrace.base.net.refusal import shown
 from headrace.base.net.shell import HttpServer, ShellLimits, url_of
 from headrace.base.types.sampling import Sampling
-from headrace.launch.endpoints import HERE, At
+from headrace.launch.endpoints import HERE, ListenAddress
 from headrace.rollout.environments.base import OpenEpisode
 from headrace.wings.agents.app import EndpointDispatcher, make_app
 from headrace.wings.agents.base import Access, SessionLimits
@@ -26,9 +26,10 @@ MAX_CONNECTIONS = 4096
 
 
 class Endpoint:
-    """The server at which programs reach their episodes, made by :meth:`listening`."""
+    """The server at which programs reach their episodes; :meth:`listening` makes it."""
 
     def __init__(self, base_url: str, sessions: Sessions) -> None:
+        """Make the endpoint of a server that listens at ``base_url`` and serves ``sessions``."""
         self.base_url = base_url
         """The server's URL without ``/v1``."""
         self._sessions = sessions
@@ -42,15 +43,15 @@ class Endpoint:
         clock: Clock,
         warn: Callable[[str], None],
         agents: frozenset[str] = frozenset(),
-        at: At = HERE,
+        at: ListenAddress = HERE,
         limits: SessionLimits | None = None,
     ) -> AsyncIterator[Endpoint]:
-        """Run an endpoint on a free port while the body runs.
+        """Run an endpoint on a free port of the address ``at`` while the body runs.
 
-        ``sampling`` is how the policy samples, whatever requests ask for; ``warn`` is called once for each field whose
-        value differs. A request whose model is one of ``agents`` is answered by that agent. Raises
-        :class:`~headrace.base.errors.RunError` if no port is free, and :class:`~headrace.base.errors.ConfigError` for a
-        certificate that cannot be used.
+        ``sampling`` is how the policy samples, whatever requests ask for; ``warn`` is called once for each field of a
+        request that asks for something else. A request whose model is one of ``agents`` is answered by that agent.
+        Raises :class:`~headrace.base.errors.RunError` if no port is free, and
+        :class:`~headrace.base.errors.ConfigError` for a certificate that cannot be used.
         """
         if at.tls_certificate:
             server_context(at.tls_certificate, at.tls_key)
@@ -71,20 +72,24 @@ class Endpoint:
                 yield cls(url_of(listening, secure=bool(at.tls_certificate)), sessions)
 
     def session(self, episode: OpenEpisode) -> AbstractAsyncContextManager[Access]:
-        """Open ``episode`` to programs while the body runs. Afterwards the key is refused and no request runs, so the
-        episode is complete. Raises an error of the run that the program could not have prevented."""
+        """Open ``episode`` to programs while the body runs, and yield the address and the key for them. Afterwards the
+        key is refused and no request runs, so that the episode is complete. Raises an error of the run that the program
+        could not have prevented."""
         return self._sessions.open(episode, self.base_url)
 
 
 class _IgnoredWarnings:
-    """A function that warns once of each field whose value the policy does not use."""
+    """A function that warns the user once for each field of requests whose value differs from what the policy does."""
 
     def __init__(self, sampling: Sampling, warn: Callable[[str], None]) -> None:
+        """Make the function; ``sampling`` is how the policy samples, and ``warn`` shows a line to the user."""
         self._own = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
         self._warn = warn
         self._warned: set[str] = set()
 
     def __call__(self, name: str, value: float | str) -> None:
+        """Warn that a request asks for ``value`` in the field ``name``, unless the policy uses that value or a warning
+        about the field was given before."""
         own = self._own.get(name)
         if value == own or name in self._warned:
             return
@@ -96,7 +101,8 @@ class _IgnoredWarnings:
 
 @asynccontextmanager
 async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIterator[None]:
-    """Run ``server`` while the body runs; all its connections are closed when this returns."""
+    """Run ``server`` on the ``listening`` sockets while the body runs, and then wait until all its connections are
+    closed."""
     try:
         async with asyncio.TaskGroup() as group:
             serving = group.create_task(server.serve(sockets=listening))
@@ -111,7 +117,8 @@ async def _beside(server: HttpServer, listening: list[socket.socket]) -> AsyncIt
 
 @contextmanager
 def _bound(host: str) -> Iterator[socket.socket]:
-    """Yield a socket that listens on a free port of ``host``."""
+    """Yield a socket that listens on a free port of ``host``, and close it afterwards. Raises
+    :class:`~headrace.base.errors.RunError` if that is not possible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         listening = socket.create_server((host, 0), family=family, backlog=2048)

@@ -1,4 +1,5 @@
-"""The sessions of the endpoint: each episode has a key, which is valid as long as the episode runs."""
+"""The sessions of the endpoint: each episode has one while it runs, with a key that its programs send with every
+request."""
 
 from __future__ import annotations
 
@@ -20,10 +21,11 @@ _PREFIX = "sk-headrace-"
 
 
 class EpisodeSession:
-    """The session of one episode, used with ``async with``: after the block its key is refused and none of its requests
-    is running."""
+    """The session of one episode, used with ``async with``, which yields its address and key: after the block the key
+    is refused and none of its requests is running."""
 
     def __init__(self, episode: OpenEpisode, access: Access, limits: SessionLimits) -> None:
+        """Make the session of ``episode``, whose programs use ``access``, with these ``limits``."""
         self.episode = episode
         self.access = access
         self.histories: dict[str, tuple[Message, ...]] = {}
@@ -37,11 +39,14 @@ class EpisodeSession:
         self._num_refused = 0
 
     async def __aenter__(self) -> Access:
+        """Return the address and the key for the programs of the episode."""
         return self.access
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """End the session: refuse its key, end its open requests, and wait until none runs. Raises the stored error of
+        a request, if it was not the program's fault."""
         self._ended = True
         # each request ends with TimeoutError, which becomes a refusal that its client can read
         for scope in self._open:
@@ -52,15 +57,16 @@ class EpisodeSession:
             raise self.failure from error
 
     def count_refusal(self, problem: str) -> int:
-        """Record that a request was refused, and return how many have been."""
+        """Record that a request was refused because of ``problem``, and return how many requests of this
+        episode's session have been refused so far."""
         self.access.last_refusal = problem
         self._num_refused += 1
         return self._num_refused
 
     @asynccontextmanager
     async def request(self) -> AsyncIterator[None]:
-        """Hold one of the session's places for a request while the body runs. Raises :class:`Refusal` if too many are
-        open, or if the episode has ended or ends meanwhile."""
+        """Count one request as open while the body runs. Raises :class:`Refusal` if too many are open, and if the
+        episode has ended or ends meanwhile."""
         if self._ended:
             raise ended()
         if len(self._open) >= self._limits.max_open:
@@ -86,10 +92,11 @@ class EpisodeSession:
 
 
 class Sessions:
-    """The open sessions, by their keys. A key proves its serial number with an HMAC, so that a former key is recognised
-    without being stored."""
+    """The open sessions, by their keys. A key holds a serial number with an HMAC of it, so that the key of an ended
+    session is recognised without being stored."""
 
     def __init__(self, limits: SessionLimits) -> None:
+        """Make an empty collection with a new secret for its keys; ``limits`` are those of each session."""
         self._limits = limits
         self._secret = secrets.token_bytes(32)
         self._num_given = 0
@@ -97,7 +104,8 @@ class Sessions:
 
     @asynccontextmanager
     async def open(self, episode: OpenEpisode, base_url: str) -> AsyncIterator[Access]:
-        """Keep a session for ``episode`` open while the body runs, and yield its address and key."""
+        """Keep a session for ``episode`` open while the body runs, and yield the address, which begins with
+        ``base_url``, and a new key."""
         serial = self._num_given
         self._num_given += 1
         session = EpisodeSession(episode, Access(base_url=base_url, api_key=self._key(serial)), self._limits)
@@ -109,8 +117,8 @@ class Sessions:
             del self._sessions[serial]
 
     def find(self, headers: Headers) -> EpisodeSession:
-        """Return the session whose key ``headers`` carry; raises :class:`Refusal` for a missing, wrong or former
-        key."""
+        """Return the session whose key is in the ``headers`` of a request. Raises :class:`Refusal`: with status 401 for
+        a missing or wrong key, with 403 for that of an episode that has ended."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         keys = [headers.get("x-api-key", ""), bearer.strip() if kind.lower() == "bearer" else ""]
         for key in filter(None, keys):
@@ -127,6 +135,7 @@ class Sessions:
         )
 
     def _key(self, serial: int) -> str:
+        """Return the key of the session with this serial number."""
         proof = hmac.digest(self._secret, str(serial).encode(), "sha256").hex()
         return f"{_PREFIX}{serial}-{proof}"
 

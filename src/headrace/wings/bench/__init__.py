@@ -32,9 +32,10 @@ BENCHMARKS = {
 
 
 def run_benchmark(name: str, on_progress: Callable[[str], None] = lambda line: None, **options: object) -> Report:
-    """Run the benchmark ``name`` with its own ``options``; ``on_progress`` is called with lines of progress.
+    """Run the benchmark ``name`` and return its report. ``options`` are the keyword arguments of its function
+    ``measure``, such as ``quick``; ``on_progress`` is called with lines of progress.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if there is no such benchmark or option.
+    Raises :class:`~headrace.base.errors.ConfigError` if there is no such benchmark, or if it has no such option.
     """
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}", remedy=nearest(name, BENCHMARKS))

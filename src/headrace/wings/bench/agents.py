@@ -41,7 +41,9 @@ TEMPLATE = "{%- for message in messages %}{{ message.content }}{% endfor %}"
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
+    """Measure pairs of runs, one with the barrier and one paced, one run after the other; with ``quick`` one pair of
+    three steps. Return a row for each run, and the targets: mainly that the paced runs train at least twice as many
+    tokens per second. ``on_progress`` is called with a line of text before each run."""
     pairs, steps = (1, 3) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     ratios: list[float] = []
@@ -81,7 +83,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 @contextmanager
 def _entry() -> Iterator[str]:
-    """Yield the reference ``file.py:name`` of the rollout function."""
+    """Yield the reference ``file.py:name`` of the rollout function of this benchmark, as ``env.entry`` of a run file
+    takes it. The file exists for the body of ``with``."""
     with as_file(files("headrace.wings.bench") / "agents_play.py") as path:
         yield f"{path}:play"
 
@@ -102,13 +105,15 @@ def _model(directory: Path) -> str:
 
 
 def _rows(directory: Path) -> str:
+    """Write the dataset, 64 rows whose prompts are 8 characters of the vocabulary, and return the path of its file."""
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": ALPHABET[at : at + 8]}) + "\n" for at in range(64)), encoding="utf-8")
     return str(path)
 
 
 def _tail(run_dir: Path, num_groups: int) -> float:
-    """Return the 90th percentile of the lengths of all answers in the ledger, divided by their median."""
+    """Return how heavy the tail of the answer lengths is: the 90th percentile of the lengths in tokens of all answers
+    in the ledger of the run, divided by their median. The run has groups 0 to ``num_groups`` - 1."""
     with closing(open_ledger(run_dir)) as ledger:
         episodes = [episode for number in range(num_groups) for episode in ledger.episodes(number)]
     lengths = [len(turn.tokens) for episode in episodes for turn in episode.turns if turn.stop_reason is not None]
@@ -117,7 +122,9 @@ def _tail(run_dir: Path, num_groups: int) -> float:
 
 
 def _row(what: str, pair: int, summary: Summary, tail: float) -> Row:
-    """Return the row of a run, from its summary."""
+    """Return the row of the report for one run: figures of its summary, with the kind of run ``what`` (``barrier`` or
+    ``paced``), the number of its pair, and ``tail``, the 90th percentile of its answer lengths divided by their
+    median."""
     return {
         "what": what,
         "pair": pair,

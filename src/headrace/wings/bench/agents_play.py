@@ -19,17 +19,21 @@ SIGMA = math.log(5.5) / 1.2815515655446004
 
 
 def length(draws: random.Random) -> int:
-    """Return the length limit of one answer in tokens."""
+    """Return the length limit of one answer in tokens, drawn with ``draws`` from the lognormal distribution and cut to
+    the range 1 to :data:`LONGEST`."""
     return min(LONGEST, max(1, round(MEDIAN * math.exp(SIGMA * draws.gauss(0.0, 1.0)))))
 
 
 def odd_fraction(text: str) -> float:
-    """Return a reward that differs from answer to answer: the fraction of characters with odd codes."""
+    """Return the fraction of characters whose code points are odd. It is the reward of an answer: it differs from
+    answer to answer, and is cheap to compute."""
     return sum(ord(character) % 2 for character in text) / max(1, len(text))
 
 
 async def play(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
-    """Let the writer answer the prompt, and then the critic answer the writer."""
+    """Let the writer answer the prompt, and then the critic answer the writer; return the episode with a reward for
+    each of the two agents. It is the rollout function of the runs of this benchmark. The random length limits follow
+    from the seed of the episode, so that two runs with the same seed get the same lengths."""
     draws = random.Random(policy.seed)
     written = await policy.chat(task["prompt"], agent="writer", max_new_tokens=length(draws))
     judged = await policy.chat(written.message.content or "?", agent="critic", max_new_tokens=length(draws))

@@ -47,7 +47,9 @@ LIMIT = 0.03
 
 
 def measure(on_progress: Callable[[str], None]) -> Report:
-    """Measure the objective alone, called as the learner calls it, and a whole step of the learner; report medians."""
+    """Measure the objective alone, called as the learner calls it, and a whole step of the learner, for each case.
+    Return a row with the medians for each case, and a target for the fraction of the step that the objective takes.
+    ``on_progress`` is called with the name of each case."""
     torch.set_num_threads(1)  # more threads gain little here, and stall if other processes use the cores
     clock = RealClock()
     rows: list[Row] = []
@@ -81,7 +83,9 @@ def measure(on_progress: Callable[[str], None]) -> Report:
 
 
 def batch_of(step: int) -> Batch:
-    """Return random answers of unequal lengths and of ages 0 to 2; the same step gives the same batch."""
+    """Return a batch of random answers of unequal lengths, sampled by policy versions of ages 0 to 2; the same ``step``
+    gives the same batch. Every sample is a prompt of :data:`PROMPT` tokens without loss, followed by an answer with
+    loss."""
     rng = np.random.default_rng([0, step])
     lengths_S = (PROMPT + rng.integers(SHORTEST, LONGEST + 1, SAMPLES)).astype(np.int32)
     places_N = np.concatenate([np.arange(length) for length in lengths_S])
@@ -102,13 +106,16 @@ def batch_of(step: int) -> Batch:
 
 
 def _learner(model_dir: Path, objective: Objective, clock: Clock) -> tuple[LearnerCore, int]:
+    """Return a learner with the model in ``model_dir`` and this objective, and the number of parameters of the
+    model."""
     model = load_model(ModelConfig(path=str(model_dir)))
     context = LearnerContext(temperature=1.0, total_steps=REPEATS + 1, model_dir=model_dir, clock=clock)
     return LearnerCore(model, LearnerConfig(), objective, context), model.num_parameters()
 
 
 def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
-    """Return how many seconds one training step takes."""
+    """Return how many seconds one training step of ``core`` takes on the random batch of ``step``, without the
+    construction of the batch."""
     batch = batch_of(step)
     start_s = clock.now()
     core.train(batch)
@@ -116,7 +123,9 @@ def _step_s(core: LearnerCore, step: int, clock: Clock) -> float:
 
 
 def _objective_s(objective: Objective, batch: Batch, clock: Clock) -> float:
-    """Return the seconds from the batch's masks to the gradient of log π, in micro-batches like the learner's."""
+    """Return how many seconds the objective alone takes for a batch: from the masks of the batch, over correction
+    weights and loss, to the gradient of the loss with respect to log π. It is computed in micro-batches, like in the
+    learner, but log π is the recorded logprob plus 0.01 instead of the output of a model."""
     log_pi_N = torch.from_numpy(batch.logprobs_N) + 0.01
     start_s = clock.now()
     mask_N, _ = usable(torch.tensor(batch.mask_N), torch.tensor(batch.logprobs_N))

@@ -1,4 +1,5 @@
-"""The report of a benchmark: rows of measurements, and targets."""
+"""The report of a benchmark: rows of measurements, and targets, which are measured figures with the limits that they
+should keep."""
 
 from __future__ import annotations
 
@@ -16,9 +17,11 @@ Row = dict[str, Any]
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured figure with a limit."""
+    """A measured figure with the limit that it should keep; the command ``headrace bench`` fails if one does not
+    hold."""
 
     name: str
+    """What was measured, in words."""
     value: float
     """Measured value in ``unit``."""
     unit: str
@@ -26,19 +29,22 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     target: str
     """Comparison with the limit: ``<= 0.75`` or ``>= 0.9``."""
     holds: bool
+    """Whether the value keeps the limit."""
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one run of a benchmark."""
+    """The result of one run of a benchmark, which is printed as text or as JSON."""
 
     machine: dict[str, Any]
+    """Facts about the machine, such as ``cores`` and ``memory_gb`` (GiB)."""
     versions: dict[str, str]
+    """Version of Python and of each main package, by name."""
     rows: list[Row]
     targets: list[Target]
 
 
 def at_most(name: str, value: float, limit: float, unit: str) -> Target:
-    """Return a target with an upper limit.
+    """Return a target with an upper limit: ``value`` should be ``limit`` or less, both in ``unit``.
 
     >>> at_most("gap", 0.4, 5.0, "ms").holds
     True
@@ -47,12 +53,13 @@ def at_most(name: str, value: float, limit: float, unit: str) -> Target:
 
 
 def at_least(name: str, value: float, limit: float, unit: str) -> Target:
-    """Return a target with a lower limit."""
+    """Return a target with a lower limit: ``value`` should be ``limit`` or more, both in ``unit``."""
     return Target(name=name, value=value, unit=unit, target=f">= {limit:g}", holds=value >= limit)
 
 
 def report(rows: list[Row], targets: list[Target]) -> Report:
-    """Return rows and targets with a description of this machine."""
+    """Return a report of these rows and targets, with a description of this machine and the versions of the main
+    packages."""
     machine = {
         "cores": num_cores(),
         "processor": platform.processor() or platform.machine(),
@@ -66,7 +73,8 @@ def report(rows: list[Row], targets: list[Target]) -> Report:
 
 
 def show(made: Report) -> str:
-    """Return the report as readable lines."""
+    """Return a report as text: the machine, the versions, a line for each row, and a line for each target with its
+    value, its limit and whether it holds."""
     lines = [", ".join(f"{key} {value}" for key, value in made.machine.items())]
     lines += [", ".join(f"{key} {value}" for key, value in made.versions.items()), ""]
     lines += ["  ".join(f"{key}={_short(value)}" for key, value in row.items()) for row in made.rows]
@@ -81,4 +89,5 @@ def show(made: Report) -> str:
 
 
 def _short(value: object) -> str:
+    """Return a value as text; a float with four significant digits."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

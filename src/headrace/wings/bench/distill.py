@@ -1,4 +1,5 @@
-"""Distillation of the demo's model from a larger model, and from its own earlier weights in addition to the reward."""
+"""Distillation of the demo's model from a larger model, and from its own earlier weights in addition to the reward. The
+earlier weights are refreshed: every few steps they become those of the learner at that time."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Train one run with each kind of teacher."""
+    """Train one run of the demo with each kind of teacher of :data:`KINDS`; return a row for each run, and its targets.
+    With ``quick`` each run has 4 steps. ``on_progress`` is called with a line of text before each run."""
     steps = QUICK_STEPS if quick else STEPS
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -46,7 +48,9 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) -> Row:
-    """Train the demo with these settings and return a row with its metrics."""
+    """Train the demo for ``steps`` steps in ``run_dir`` with ``settings``, overrides in the form ``section.key=value``.
+    Return a row with the figures of the run: held-out accuracy before and after, the divergence from the teacher in the
+    first and the last step, and the versions that the teacher had."""
     common = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}", f"run.steps={steps}")
     summary = train(load_config(demo.run_file, [*common, *settings]))
     records = read_steps(run_dir / METRICS_FILE)
@@ -66,7 +70,9 @@ def _run(demo: Demo, run_dir: Path, kind: str, settings: list[str], steps: int) 
 
 
 def _refreshment(records: list[StepRecord]) -> float | None:
-    """Return the median duration of steps that refreshed the teacher, divided by that of the other steps."""
+    """Return how much longer the steps take after which the teacher is another version: their median duration, divided
+    by that of the other steps. Return ``None`` if the teacher has no version in the metrics, or if there are not both
+    kinds of steps."""
     versions = [record.metrics.get("teacher_version") for record in records]
     if None in versions:
         return None

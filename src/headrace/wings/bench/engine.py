@@ -1,5 +1,5 @@
 """The embedded engine compared with transformers and, if an interpreter with it is given, vLLM. The engines run
-alternately, each in its own process.
+alternately, each in its own process, which is called a side of the comparison; the other engines are called peers.
 
 Tokens per second are measured over whole requests, outside the processes. A ratio is the median over the rounds of the
 embedded engine's rate divided by the other's.
@@ -52,9 +52,11 @@ ROUNDS = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Match:
-    """A request that the harness sends to several engines, to compare them."""
+    """A comparison of the embedded engine with others: one request that is sent to each of them in turn, and the ratios
+    of their speeds that are aimed at."""
 
     name: str
+    """Name of the comparison in the report."""
     model: str
     """Name of the model in ``MODELS``."""
     lengths: tuple[int, ...]
@@ -66,7 +68,8 @@ class Match:
 
 
 def lognormal(count: int, mean: float, cap: int) -> tuple[int, ...]:
-    """Return lengths with a coefficient of variation of 1, the same at every call."""
+    """Return ``count`` sequence lengths in tokens, drawn from a lognormal distribution with this mean and a standard
+    deviation as large as the mean, rounded and cut to the range 1 to ``cap``. Equal arguments give equal lengths."""
     sigma = float(np.sqrt(np.log(2.0)))
     drawn = np.random.default_rng(0).lognormal(np.log(mean) - sigma**2 / 2, sigma, count)
     return tuple(np.clip(drawn.round(), 1, cap).astype(int).tolist())
@@ -98,29 +101,43 @@ QUICK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _EngineBench:
+    """The options of one run of this benchmark, with helpers that make models, start engines and time requests."""
+
     directory: Path
+    """Temporary directory of the models and of the processes' logs."""
     threads: int
+    """Number of threads of each process."""
     vllm: str
+    """Path of an interpreter with vLLM; empty: vLLM is left out."""
     quick: bool
+    """Whether everything is small, as a trial: the figures then mean nothing."""
     on_progress: Callable[[str], None]
+    """Called with lines of progress."""
     clock: RealClock = field(default_factory=RealClock)
 
     @property
     def main_model(self) -> Path:
+        """Return the directory of the model of all measurements that do not compare engines."""
         return self.model("1M" if self.quick else "28M")
 
     @property
     def rounds(self) -> int:
+        """Return how often each comparison is repeated."""
         return 1 if self.quick else ROUNDS
 
     def model(self, name: str) -> Path:
+        """Return the directory of the model that is called ``name`` in :data:`MODELS`; the model, with random weights,
+        is made at the first call."""
         directory = self.directory / name.replace(" ", "-")
         return directory if directory.exists() else make_tiny(directory, MODELS[name])
 
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
+        """Start the process of the engine ``side`` with the model in the directory ``model``; ``stack`` ends the
+        process."""
         return stack.enter_context(worker(side, model, self.threads, vllm=self.vllm))
 
     def timed(self, side: PeerProcess, request: Mapping[str, Any]) -> tuple[float, dict[str, Any]]:
+        """Send a request to an engine's process; return the seconds until its answer is there, and the answer."""
         start_s = self.clock.now()
         answer = side.call(request)
         return self.clock.now() - start_s, answer
@@ -129,8 +146,10 @@ class _EngineBench:
 def measure(
     on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False, vllm: str = ""
 ) -> Report:
-    """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
-    nothing; ``vllm`` is the path of an interpreter with vLLM for CPUs (empty: vLLM is left out)."""
+    """Run all measurements and return their report: the comparisons with other engines, the lower limit of a step's
+    time, the first token, the cost of recording, and the commit gaps. ``threads`` is the number per process (unset: all
+    cores); with ``quick`` everything is small and the figures mean nothing; ``vllm`` is the path of an interpreter with
+    vLLM for CPUs (empty: vLLM is left out)."""
     rows: list[Row] = []
     targets: list[Target] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -163,14 +182,18 @@ Measurement = tuple[list[Row], list[Target]]
 
 
 def make_request(lengths: tuple[int, ...], **sampling: Any) -> dict[str, Any]:
-    """Return a request with random prompts, the same at every call."""
+    """Return a request, the JSON object that the engines' processes take: random prompts of :data:`PROMPT` tokens, the
+    number of new tokens of each in ``lengths``, and the sampling options. Requests with equally many sequences have
+    equal prompts."""
     rng = np.random.default_rng(len(lengths))
     prompts = rng.integers(3, len(_VOCAB), (len(lengths), PROMPT)).tolist()
     return {"prompts": prompts, "lengths": list(lengths), "sampling": sampling}
 
 
 def _compare(bench: _EngineBench, match: Match) -> Measurement:
-    """Measure all engines alternately, after a short request that warms them up."""
+    """Send the request of ``match`` to each of its engines in turn, round after round, after a short request that warms
+    them up. Return a row of each engine with tokens per second and memory, a row of each ratio, and the targets. Every
+    answer must have the requested number of tokens."""
     names = ["native", *(peer for peer in match.peers if peer != "vllm" or bench.vllm)]
     rates: dict[str, list[float]] = {name: [] for name in names}
     resident: dict[str, int] = {}
@@ -213,9 +236,10 @@ def _compare(bench: _EngineBench, match: Match) -> Measurement:
 
 
 def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure how close a decoding step of a full batch comes to the limit of the machine's matrix products and
-    memory, and how much of it is spent outside the model's forward pass. The time of the prompts is measured
-    separately and subtracted."""
+    """Measure how close a decoding step of a full batch comes to the least time that the machine's matrix products and
+    memory allow, and how much of it is spent outside the model's forward pass. The time of the prompts is measured
+    separately and subtracted. Return a row, and the target that the least time is 0.6 of the measured time or more.
+    ``ours`` is the process of the embedded engine."""
     spec = SMALL if bench.quick else LARGE
     batch, new = (4, 8) if bench.quick else (64, 128)
     limits = {"matrix_size": 1024, "copied_bytes": 2**24 if bench.quick else 2**28}
@@ -241,8 +265,10 @@ def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
 
 
 def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[str, float]) -> float:
-    """Return the least possible seconds of one step: the products with the weights at the machine's matrix rate, or
-    reading the weights once if that takes longer; then reading keys and values of the contexts once. All in float32."""
+    """Return the least possible seconds of one decoding step of ``batch`` sequences with ``context`` tokens each on
+    average: the products with the weights at the machine's matrix rate, or reading the weights once if that takes
+    longer; then reading keys and values of the contexts once. All is in float32. ``machine`` has the measured rates
+    ``flop_per_s`` and ``bytes_per_s``."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     layer = attention + 3 * spec.hidden_size * spec.intermediate_size
@@ -252,7 +278,8 @@ def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[st
 
 
 def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure the time from a prompt to its first token in a warm process."""
+    """Measure the time from sending a short prompt to the answer of one token, in a process that is warm. Return a row
+    with the median, and no target."""
     request = make_request((1,))
     ours.call(request)
     times_s = [bench.timed(ours, request)[0] for _ in range(3 if bench.quick else 30)]
@@ -260,7 +287,8 @@ def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
 
 
 def _cold(bench: _EngineBench) -> Measurement:
-    """Measure the time from the start of a process to the first token."""
+    """Measure the time from the start of a fresh process to its first token, for the embedded engine and, unless
+    ``quick``, for others. Return a row of each, and the target of the embedded engine, 5 s at most."""
     request = make_request((1,))
     names = ["native"] if bench.quick else ["native", "generate", *(["vllm"] if bench.vllm else [])]
     rows: list[Row] = []
@@ -276,8 +304,9 @@ def _cold(bench: _EngineBench) -> Measurement:
 def _recording(
     bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
 ) -> Measurement:
-    """Measure the cost of recording ``what``: requests with the sampling options ``base``, alternately without and
-    with ``more``."""
+    """Measure how much longer requests take when the embedded engine also records ``what`` (kept-sets or routing).
+    Requests with the sampling options ``base`` are sent in turn without and with the further options ``more``, which
+    switch the recording on. Return a row, and the target that recording takes at most a tenth more time."""
     lengths = (8,) * 4 if bench.quick else (128,) * 64
     off, on = make_request(lengths, **base), make_request(lengths, **base, **more)
     ours.call(on)
@@ -289,7 +318,9 @@ def _recording(
 
 
 def _gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
-    """Measure the gap of a commit between two steps of a full batch."""
+    """Measure the commit gap, the time for which the engine stands still while it switches to new weights, over many
+    commits between the steps of a full batch. ``ours`` is the process of an engine that receives weights, the side
+    ``fed``. Return a row in milliseconds, and the target of the 99th percentile."""
     commits, batch = (10, 4) if bench.quick else (1000, 64)
     answer = ours.call({**make_request((16 if bench.quick else 512,) * batch), "commits": commits})
     gaps_ms = np.array(answer["gaps_s"]) * 1e3

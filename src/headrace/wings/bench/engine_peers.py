@@ -1,4 +1,5 @@
-"""The worker processes of the benchmarks, one for each side of a comparison."""
+"""The worker processes of the benchmarks, one for each side of a comparison, such as one engine. A process reads
+requests, one JSON object per line, from its standard input, and writes one answer to each."""
 
 from __future__ import annotations
 
@@ -26,17 +27,19 @@ _VLLM = Path(__file__).with_name("engine_vllm.py")
 
 
 class PeerProcess:
-    """A worker process that answers requests; created by :func:`worker`."""
+    """A worker process that answers requests of a benchmark; created by :func:`worker`."""
 
     def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        """``name`` is the side that the process measures, for messages; ``log`` is the file with its standard error."""
         self._name = name
         self._process = process
         self._log = log
 
     def call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request and return the answer.
+        """Send a request and return the answer. Other lines that the process writes meanwhile are skipped.
 
-        Raises :class:`~headrace.base.errors.ComponentDied` if the process ends or does not answer in time.
+        Raises :class:`~headrace.base.errors.ComponentDied` if the process ends or does not answer within half an hour;
+        it is then killed.
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -64,7 +67,8 @@ class PeerProcess:
         )
 
     def resident_bytes(self) -> int:
-        """Return the memory of the process and its children; pages shared by several count once."""
+        """Return the memory in bytes that the process and its children use now (proportional set size: a page that
+        several of them share counts once)."""
         top = psutil.Process(self._process.pid)
         family = [top, *top.children(recursive=True)]
         return sum(int(one.memory_full_info().pss) for one in family)
@@ -72,8 +76,9 @@ class PeerProcess:
 
 @contextmanager
 def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str = ENGINE) -> Iterator[PeerProcess]:
-    """Start a process that measures ``side`` of ``module``, and end it after the body; ``vllm`` is the interpreter of
-    the side of that name."""
+    """Start a process that measures ``side`` with the module ``module``, and end it after the body of ``with``.
+    ``model`` is the directory (or file) that the side loads, and the log is written beside it; ``threads`` is the
+    number of threads. The side ``vllm`` is run by the interpreter ``vllm`` instead of this one."""
     log = model.parent / f"{side}.log"
     spec = json.dumps({"side": side, "model": str(model), "threads": threads})
     environment = child_environment(threads)
@@ -94,7 +99,8 @@ def worker(side: str, model: Path, threads: int, *, vllm: str = "", module: str 
 
 
 def cold_first_token_s(side: str, model: Path, threads: int, *, request: Mapping[str, Any], vllm: str = "") -> float:
-    """Return the seconds from starting a process to its first token."""
+    """Return the seconds from starting a process for the engine ``side`` to its answer to ``request``, a request for
+    one token. ``vllm`` is the interpreter of the side ``vllm``."""
     clock = RealClock()
     start_s = clock.now()
     with worker(side, model, threads, vllm=vllm) as fresh:

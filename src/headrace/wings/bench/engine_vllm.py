@@ -9,7 +9,7 @@ from typing import Any
 
 
 def main(spec: dict[str, Any]) -> None:
-    """Answer requests until the input ends."""
+    """Load the model that ``spec`` names with vLLM, and answer the requests on the standard input until it ends."""
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(

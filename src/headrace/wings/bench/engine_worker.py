@@ -1,10 +1,10 @@
-"""The worker process of the engine benchmark, which measures one engine.
+"""The worker process of the engine benchmark, which measures one engine, called a side.
 
     python -m headrace.wings.bench.engine_worker '{"side": "native", "model": DIR, "threads": 2}'
 
-Every request is a JSON object on one line of the input, and every answer one on the output, under the key ``ok``.
-Other lines of the output are log messages. The parent process measures whole requests; times that need more precision
-are measured here.
+Every request is a JSON object on one line of the input, and every answer one on the output, under the key ``ok``. Other
+lines of the output are log messages. The parent process measures whole requests; times that need more precision are
+measured here.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ Answer = dict[str, Any]
 
 
 class EngineSide(Protocol):
-    """An engine that can be measured."""
+    """An engine that this process measures, one of :data:`SIDES`."""
 
     def do(self, request: Request) -> Answer:
-        """Execute a request and return its answer, whose ``tokens`` is the number of sampled tokens."""
+        """Execute a request for answers of given lengths to given prompts, and return its answer, a JSON object whose
+        ``tokens`` is the number of sampled tokens."""
         ...
 
     def close(self) -> None:
@@ -58,6 +59,8 @@ class Native:
     """The embedded engine with fixed weights from its directory, as in ``headrace serve``."""
 
     def __init__(self, model_dir: str) -> None:
+        """Load the model, open an engine for it, and commit the first weights. Hooks measure the time in forward
+        passes."""
         self._clock = RealClock()
         self._model = load_model(ModelConfig(path=model_dir))
         config = EngineConfig(max_sequences=BATCH, max_new_tokens=MAX_CONTEXT)
@@ -72,8 +75,9 @@ class Native:
         self._model.register_forward_hook(self._leave)
 
     def do(self, request: Request) -> Answer:
-        """Carry out one request of the benchmark: measure the machine's rates, fill the cache, or sample answers;
-        return the figures."""
+        """Carry out one request of the benchmark and return the figures: measure the machine's rates (``matrix_size``),
+        touch all memory of the cache (``fill_cache``), or sample answers to ``prompts``. Times are totals of this
+        request, in seconds: ``busy_s`` in steps of the engine, ``forward_s`` within the model's forward passes."""
         if "matrix_size" in request:
             return self._machine_rates(request)
         if "fill_cache" in request:
@@ -98,14 +102,18 @@ class Native:
         """Do nothing: fixed weights hold no resources."""
 
     def _receiver(self) -> WeightReceiver:
+        """Return the receiver from which the engine gets its weights; here one for weights that are loaded and stay."""
         return LoadedWeights()
 
     def _first_commit(self) -> None:
+        """Commit the loaded weights as version 0, and discard the record of that commit."""
         self._engine.commit(INITIAL)
         self._engine.take_swaps()
 
     def _machine_rates(self, request: Request) -> Answer:
-        """Measure what the processor reaches undisturbed in matrix products and in copies from memory to memory."""
+        """Measure the highest rates of this processor, undisturbed: of float32 products of square matrices with
+        ``matrix_size`` rows, and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and
+        bytes per second with reading and writing counted."""
         size, num_bytes = request["matrix_size"], request["copied_bytes"]
         left, right, out = (torch.full((size, size), 0.5) for _ in range(3))
         source = torch.ones(num_bytes // 4)
@@ -115,7 +123,7 @@ class Native:
         return {"flop_per_s": 2 * size**3 / products_s, "bytes_per_s": 2 * num_bytes / copies_s}
 
     def _shortest_s(self, work: Callable[[], object]) -> float:
-        """Return the shortest of ten times, in seconds, that ``work`` takes."""
+        """Run ``work`` ten times, and return the shortest time in seconds."""
         times_s = []
         for _ in range(10):
             start_s = self._clock.now()
@@ -134,18 +142,20 @@ class Native:
             self._next_id += 1
 
     def _enter(self, *_: object) -> None:
-        """Note the time at which a forward pass begins."""
+        """Note the time at which a forward pass begins; a hook of the model."""
         self._entered_s = self._clock.now()
 
     def _leave(self, *_: object) -> None:
-        """Add the time of the forward pass that ends."""
+        """Add the time of the forward pass that ends to the total; a hook of the model."""
         self._forward_s += self._clock.now() - self._entered_s
 
 
 class NativeWithSync(Native):
-    """The embedded engine as in a run: new weights arrive through shared memory."""
+    """The embedded engine as in a run: new weights arrive through shared memory, which this process also publishes."""
 
     def do(self, request: Request) -> Answer:
+        """Carry out one request as the base class does; with ``commits`` in it, measure commits while sequences
+        decode."""
         return self._commits(request) if "commits" in request else super().do(request)
 
     def _receiver(self) -> WeightReceiver:
@@ -159,6 +169,7 @@ class NativeWithSync(Native):
         return make_receiver(Route(), tensors)
 
     def _first_commit(self) -> None:
+        """Commit versions 0 and 1, so that both slots of the shared memory are in use."""
         self._version = -1
         for _ in (0, 1):  # the second commit frees the memory into which the model was loaded, as in a run
             self._commit()
@@ -168,7 +179,8 @@ class NativeWithSync(Native):
         self._publisher.close()
 
     def _commits(self, request: Request) -> Answer:
-        """Commit repeatedly between the steps of a full batch, and return the gaps."""
+        """Make ``request["commits"]`` commits, one after each step of a full batch; the batch is added again when it
+        has ended. Return the gap of each commit in seconds, and the mean number of sequences that ran."""
         gaps_s: list[float] = []
         running = 0
         for _ in range(request["commits"]):
@@ -182,7 +194,8 @@ class NativeWithSync(Native):
         return {"gaps_s": gaps_s, "mean_running": running / max(len(gaps_s), 1)}
 
     def _commit(self) -> list[float]:
-        """Stage and commit one more version; return the commit gaps in seconds."""
+        """Stage and commit the next version, whose weights are the same as before; return the commit gap in seconds, as
+        a list of one element."""
         self._version += 1
         self._engine.stage(self._publisher.announce(self._version, self._version % 2))
         self._engine.commit(self._version)
@@ -193,12 +206,13 @@ class TransformersGenerate:
     """The ``generate`` method of transformers; a batch runs until its longest sequence ends."""
 
     def __init__(self, model_dir: str) -> None:
+        """Load the model in ``model_dir`` with transformers."""
         self._model = _load_transformers(model_dir)
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
-        """Sample the answers of a request in batches, each padded to its longest answer; return the number of tokens
-        that count."""
+        """Sample the answers of a request in batches of :data:`BATCH`, each of which runs until its longest answer
+        ends. Return the number of requested tokens: tokens beyond the length of a shorter answer do not count."""
         tokens = 0
         for start in range(0, len(request["lengths"]), BATCH):
             lengths = request["lengths"][start : start + BATCH]
@@ -214,16 +228,19 @@ class TransformersGenerate:
 
 
 class Continuous:
-    """Continuous batching of transformers with a persistent manager; the lengths of all requests are equal."""
+    """Continuous batching of transformers, whose manager persists from request to request; all answers of a request
+    must have the same length."""
 
     def __init__(self, model_dir: str) -> None:
+        """Load the model in ``model_dir`` with transformers."""
         self._model = _load_transformers(model_dir)
         # the default takes nearly all free memory; this is many times what a request needs
         self._cache = ContinuousBatchingConfig(max_memory_percent=0.1)
 
     @torch.no_grad()
     def do(self, request: Request) -> Answer:
-        """Sample the answers of a request with transformers' continuous batching; return the number of tokens."""
+        """Sample the answers of a request, which all have the length of the first, with transformers' continuous
+        batching; return the number of tokens."""
         # no token has the id -1, so no sequence ends early
         config = _settings(self._model, request["lengths"][0], eos=-1)
         out = self._model.generate_batch(
@@ -253,7 +270,8 @@ def _load_transformers(model_dir: str) -> PreTrainedModel:
 
 
 def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -> GenerationConfig:
-    """Return the settings of transformers for plain sampling of ``max_new_tokens`` tokens."""
+    """Return the settings of transformers for plain sampling at temperature 1 of exactly ``max_new_tokens`` tokens.
+    ``eos`` is the id that ends a sequence; ``None``, or an id that no token has, for no end."""
     model.generation_config.eos_token_id = eos
     return GenerationConfig(
         max_new_tokens=max_new_tokens, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=eos,
@@ -262,7 +280,7 @@ def _settings(model: PreTrainedModel, max_new_tokens: int, *, eos: int | None) -
 
 
 def main(arguments: list[str]) -> None:
-    """Answer requests until the input ends."""
+    """Load the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

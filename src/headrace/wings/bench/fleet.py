@@ -1,5 +1,5 @@
-"""Several engines as one fleet: the cost of routing, the effect of a slow engine, and the cost of commits and
-failures.
+"""Several engines as one fleet: the cost of routing, the effect of a slow engine, and the cost of commits and failures.
+A fleet gives each sequence to one of its engines, and moves the sequences of an engine that fails to others.
 
 The time of a routing decision is measured on this machine. Everything else uses engines without a model on the virtual
 clock, so that its figures are exact; :mod:`headrace.wings.bench.fleet_kills` kills real engines.
@@ -40,7 +40,8 @@ KILLS, KILL_EVERY_S, AWAY_S = 18, 10.0, 5.0
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
-    """Run all measurements; with ``quick`` those with real engines are left out."""
+    """Run all measurements and return their report; with ``quick`` those with real engines are left out.
+    ``on_progress`` is called with a line of text before each."""
     on_progress(f"routing: {ENGINES} engines, {SEQUENCES} sequences")
     rounds = [_measure_routing() for _ in range(ROUNDS)]
     routed = min(rounds, key=lambda row: float(row["p99_ms"]))
@@ -68,21 +69,22 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _measure_routing() -> Row:
-    """Measure the time from a request to its arrival at an engine, while all other sequences are in flight."""
+    """Measure how long a request takes to reach an engine while all other sequences are in flight; return a row with
+    percentiles of it in milliseconds, and the time that the fleet adds to a chunk of tokens."""
     clock, began, latencies_s = RealClock(), dict[int, float](), list[float]()
 
     def on_request(seed: int) -> None:
+        """Note how long the request with this seed took to arrive; called by the engine that gets it."""
         latencies_s.append(clock.now() - began[seed])
 
     async def go(engines: Sequence[CountingEngine], serve: Callable[[int], Engine]) -> float:
-        """Serve two turns of every session at once; return the seconds until all have ended. ``serve`` returns the
-        engine for a session's number."""
+        """Sample two answers in every session, all at once, by ``serve(number)``; return the seconds that it takes."""
         rng = np.random.default_rng(0)
         prompts = rng.integers(0, 50_000, (SEQUENCES // GROUP, PROMPT_TOKENS), dtype=np.int32)
         lengths = rng.integers(FLUSH, 8 * FLUSH, (2, SEQUENCES)).tolist()
 
         async def one(number: int) -> None:
-            """Sample both turns of one session."""
+            """Sample both answers of session ``number``, one after the other, and discard their tokens."""
             options = RequestOptions(session=str(number))
             for turn in range(2):  # the second turn starts while all other sequences are in flight
                 seed = turn * SEQUENCES + number
@@ -97,7 +99,7 @@ def _measure_routing() -> Row:
         return clock.now() - start_s
 
     async def main() -> Row:
-        """Return the time that routing adds to a request (ms) and to a chunk (µs), against engines that are called
+        """Return the row: what the fleet adds to a request (ms) and to a chunk (µs) beside engines that are called
         directly."""
         engines = [
             CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
@@ -121,12 +123,12 @@ def _measure_routing() -> Row:
 
 
 def _measure_slow_engine() -> Row:
-    """Measure the tokens of all engines but the first, when it is slow and when it is not; all have more work than
-    they can do."""
+    """Measure whether one slow engine slows the nine others: the tokens that these sample beside a slow engine, divided
+    by those beside one of the usual speed. All have more work than they can do."""
 
     def sampled(token_s: float) -> int:
-        """Return how many tokens the other nine engines sample beside one that needs ``token_s`` seconds for a
-        token."""
+        """Return how many tokens the other nine engines sample in :data:`LOADED_S` seconds beside one that needs
+        ``token_s`` seconds for a token."""
         engines = [CountingEngine(name="slow", flush=FLUSH, places=PLACES, token_s=token_s)]
         engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, places=PLACES) for place in range(9)]
         run_virtual(_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
@@ -137,19 +139,21 @@ def _measure_slow_engine() -> Row:
 
 
 def _measure_commit(rolling: int) -> Row:
-    """Measure the smallest throughput in any fifth of :data:`COMMIT_S`, as a fraction of the throughput before the
-    commit."""
+    """Measure what a commit costs a fleet of which at most ``rolling`` engines commit at once while the others serve:
+    its duration, and the smallest throughput in any fifth of :data:`COMMIT_S` during the commit, as a fraction of the
+    throughput before (``least_share``)."""
     engines = [CountingEngine(name=f"engine-{place}", flush=4, commit_s=COMMIT_S) for place in range(COMMITTING)]
     shares, seconds = list[float](), list[float]()
 
     async def per_second(for_s: float) -> float:
+        """Wait for ``for_s`` seconds; return how many tokens per second all engines sampled meanwhile."""
         before = _sampled(engines)
         await asyncio.sleep(for_s)
         return (_sampled(engines) - before) / for_s
 
     async def commit(fleet: Fleet) -> None:
-        """Commit a version while the fleet serves; note how long it takes, and the throughput meanwhile as a fraction
-        of that before."""
+        """Commit version 1 while the fleet serves, one engine or a few at a time; note how long it takes, and the
+        throughput in each part of that time as a fraction of the throughput before."""
         before, start_s = await per_second(4 * COMMIT_S), VirtualClock().now()
         async with asyncio.TaskGroup() as group:
             committing = group.create_task(commit_weights(fleet, 1, Interrupt.DRAIN))
@@ -167,7 +171,8 @@ def _measure_commit(rolling: int) -> Row:
 
 
 def _measure_failures() -> Row:
-    """Measure the loss when one of three engines fails repeatedly and is replaced."""
+    """Measure the loss when one of three engines fails repeatedly and is replaced: sequences that never ended, and
+    tokens that had to be sampled again, per sequence that moved to another engine."""
     engines = [CountingEngine(name=f"engine-{place}", flush=FLUSH) for place in range(3)]
     all_engines, carried = list(engines), list[int]()
 
@@ -199,13 +204,16 @@ def _measure_failures() -> Row:
 
 @dataclass(slots=True, kw_only=True)
 class _ReaderTotals:
-    """Totals of the clients that read from a fleet."""
+    """Counts of the clients that read from a fleet under constant load, over all of them."""
 
     begun: int = 0
+    """Number of requests made."""
     ended: int = 0
+    """Number of answers that came with all the tokens that were requested."""
     open: int = 0
     """Number of sequences in flight when the clients stopped."""
     tokens: int = 0
+    """Number of tokens received."""
 
 
 async def _under_load(
@@ -215,11 +223,13 @@ async def _under_load(
     *,
     rolling: int | None = None,
 ) -> _ReaderTotals:
-    """Run ``body`` while a constant number of sequences is in flight."""
+    """Make a fleet of ``engines`` and run ``body`` with it, while ``sequences`` clients read one answer after another.
+    Return the counts of the clients. ``rolling`` is how many engines may commit at once; ``None``: as the fleet
+    chooses."""
     fleet, read, rng = await _fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
 
     async def reader() -> None:
-        """Read one answer after the other, for ever, and count requests and tokens."""
+        """Read one answer after another until this is cancelled, and count requests and tokens."""
         while True:
             read.begun += 1
             read.open += 1
@@ -240,7 +250,8 @@ async def _under_load(
 
 
 async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = None) -> Fleet:
-    """Return a fleet of the engines, with weights committed."""
+    """Return a fleet of the engines, with version 0 committed on all of them. ``rolling`` is how many engines may
+    commit at once; ``None``: as the fleet chooses by the mode of a commit."""
     fleet = Fleet(VirtualClock(), size=len(engines), rolling=rolling)
     for engine in engines:
         fleet.join(engine.name, engine)
@@ -249,4 +260,5 @@ async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = Non
 
 
 def _sampled(engines: Iterable[CountingEngine]) -> int:
+    """Return the number of tokens that ``engines`` have sampled so far, all together."""
     return sum(engine.sampled for engine in engines)

@@ -39,12 +39,13 @@ FIXED_MB = 32.0
 
 Request = dict[str, Any]
 Rounds = list[tuple[dict[str, Any], dict[str, Any]]]
-"""The answers of the two sides of a comparison, round by round."""
+"""The answers of the two sides of a comparison, one pair for each round."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The sizes of the measurements."""
+    """The sizes of models and batches in the measurements: one instance for the whole benchmark, and a small one for a
+    trial."""
 
     spec: TinySpec
     """Model of all measurements but that of routing."""
@@ -81,21 +82,30 @@ implementation."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _LearnerBench:
+    """The options of one run of this benchmark, with helpers that make models and start processes."""
+
     directory: Path
+    """Temporary directory of the models and of the processes' logs."""
     threads: int
+    """Number of threads of each process."""
     sizes: Sizes
     on_progress: Callable[[str], None]
+    """Called with lines of progress."""
 
     def model(self, name: str, spec: TinySpec) -> Path:
+        """Make the model of ``spec``, with random weights, and return its directory, which is called ``name``."""
         return make_tiny(self.directory / name, spec)
 
     def open(self, side: str, model: Path, stack: ExitStack) -> PeerProcess:
+        """Start the process of the implementation ``side`` with the model in the directory ``model``; ``stack`` ends
+        the process."""
         return stack.enter_context(worker(side, model, self.threads, module=WORKER))
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Run all measurements. ``threads`` is the number per process (unset: all cores); with ``quick`` the figures mean
-    nothing."""
+    """Run all measurements and return their report: the learner beside a padded loop, shared prefixes, an adapter,
+    replayed routing, and the memory of log π. ``threads`` is the number per process (unset: all cores); with ``quick``
+    everything is small and the figures mean nothing."""
     found: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
@@ -120,12 +130,15 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
 
 
 def make_request(spec: TinySpec, prompt: int, answers: Sequence[int], **more: Any) -> Request:
-    """Return a request for the workers."""
+    """Return the request for one training step, the JSON object that the workers take: a batch of answers of
+    ``answers`` tokens to prompts of ``prompt`` tokens, for the vocabulary of ``spec``, and the further fields
+    ``more``."""
     return {"prompt": prompt, "lengths": list(answers), "vocab": len(spec.vocab) + 3, **more}
 
 
 def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
-    """Return the number of operations of a step by the formula of this module."""
+    """Return the number of floating-point operations of a step, by the formula of this module, for answers of
+    ``answers`` tokens to prompts of ``prompt`` tokens."""
     kv_size = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     attention = spec.hidden_size * (2 * spec.hidden_size + 2 * kv_size)
     matrices = spec.num_layers * (attention + 3 * spec.hidden_size * spec.intermediate_size)
@@ -136,13 +149,16 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
 
 
 def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
-    """Compare training steps of the learner with those of a loop that pads its batches; return rows and targets."""
+    """Compare training steps of the learner (the process ``ours``) with those of a loop that pads its batches
+    (``theirs``). Return rows with speed, memory and the fraction of the machine's ceiling that the learner uses, and
+    two targets."""
     sizes, spec = bench.sizes, bench.sizes.spec
     request = make_request(spec, sizes.prompt, sizes.answers)
     tokens = sum(sizes.answers) + len(sizes.answers) * sizes.prompt
     ceilings: list[float] = []
 
     def measure_ceiling() -> None:
+        """Note the best rate of float32 matrix products that the learner's process reaches now."""
         products = [[1024, 1024, 1024], [2048, spec.hidden_size, spec.intermediate_size]]
         ceilings.append(ours.call({"products": products})["flop_per_s"])
 
@@ -174,7 +190,8 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
 
 
 def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
-    """Compare steps that compute shared prompts once with steps that compute them for each answer."""
+    """Compare steps of the learner that compute the prompt shared by a group once with steps that compute it for each
+    answer. Return one row, and no target."""
     sizes = bench.sizes
     off = make_request(sizes.spec, sizes.long_prompt, sizes.short_answers)
     on = {**off, "settings": {"share_prefixes": True}}
@@ -185,7 +202,8 @@ def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
-    """Compare steps that train an adapter with steps that train all weights."""
+    """Compare steps that train a LoRA adapter of rank 16 with steps that train all weights. Return one row, and no
+    target."""
     sizes = bench.sizes
     full = make_request(sizes.spec, sizes.prompt, sizes.short_answers)
     rounds = _alternate(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
@@ -193,7 +211,8 @@ def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
-    """Compare steps that replay recorded experts with steps that route tokens themselves."""
+    """Compare steps of a mixture of experts that replay recorded experts with steps that route tokens themselves.
+    Return one row, and no target."""
     experts = bench.model("experts", EXPERTS)
     off = make_request(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
     rounds = _alternate(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
@@ -201,7 +220,9 @@ def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _head(bench: _LearnerBench, model: Path) -> Measurement:
-    """Measure the peak memory of log π and its gradient, beyond hidden states and head, each in a fresh process."""
+    """Measure the peak memory of computing log π and its gradient by each implementation of the head, beyond hidden
+    states and weights of the head, each in a fresh process. Return a row of each, and targets for the learner's own
+    implementation: twice the gradient of the head and :data:`FIXED_MB`."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
     limit_mb = 2 * gradient_mb + FIXED_MB
@@ -233,7 +254,9 @@ def _alternate(
     other: tuple[PeerProcess, Request],
     before: Callable[[], None] = lambda: None,
 ) -> Rounds:
-    """Measure both sides in every round, after a short step that warms them up."""
+    """Measure a training step of both sides in every round, after a short step that warms them up, and return their
+    answers. A side is a process with the request for its step; both get the same seed in a round. ``before`` is called
+    at the beginning of every round."""
     bench.on_progress(f"{what}: warming up")
     for side, request in (one, other):
         side.call({**request, "lengths": [16] * 8, "seed": 0})
@@ -247,7 +270,8 @@ def _alternate(
 
 
 def _assert_same_work(rounds: Rounds) -> None:
-    """Assert that both sides did the same work: their gradient norms agree up to rounding and learning rates."""
+    """Assert that both sides did the same work in every round: their gradient norms agree within 1%, which allows for
+    rounding and for the different steps that they have taken."""
     for one, other in rounds:
         assert abs(one["grad_norm"] / other["grad_norm"] - 1) < 1e-2, (one, other)
 
@@ -258,9 +282,12 @@ def _median_s(rounds: Rounds, at: int) -> float:
 
 
 def _ratio(rounds: Rounds) -> float:
-    """Return how many times faster the first side is than the second."""
+    """Return how many times faster the first side is than the second: the median over the rounds of the second side's
+    seconds divided by the first's."""
     return statistics.median(float(other["seconds"] / one["seconds"]) for one, other in rounds)
 
 
 def _on_off(what: str, rounds: Rounds) -> Row:
+    """Return a row that compares steps with a feature (the first side) with steps without it (the second side): the
+    median seconds of each, and how many times faster the first is."""
     return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _ratio(rounds)}

@@ -1,4 +1,4 @@
-"""The worker process of the learner benchmark, which measures one implementation.
+"""The worker process of the learner benchmark, which measures one implementation, called a side.
 
     python -m headrace.wings.bench.learner_worker '{"side": "learner", "model": DIR, "threads": 2}'
 
@@ -38,16 +38,17 @@ Answer = dict[str, Any]
 
 
 class LearnerSide(Protocol):
-    """An implementation that can be measured."""
+    """An implementation that this process measures, one of :data:`SIDES`."""
 
     def do(self, request: Request) -> Answer:
-        """Execute a request and return its answer, whose ``seconds`` is the measured time."""
+        """Execute a request, for most sides one training step, and return its answer, a JSON object whose ``seconds``
+        is the measured time."""
         ...
 
 
 def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
-    """Return random answers of ``request["lengths"]`` tokens to prompts of ``request["prompt"]`` tokens, one prompt
-    for each group of 8. Equal requests give equal samples at any step."""
+    """Return a batch for training step ``step``: random answers of ``request["lengths"]`` tokens to prompts of
+    ``request["prompt"]`` tokens, one prompt for each group of 8. Equal requests give equal samples at any step."""
     rng = np.random.default_rng(request["seed"])
     prompt, lengths_S = request["prompt"], request["prompt"] + np.array(request["lengths"], np.int32)
     groups_S = (np.arange(len(lengths_S)) // GROUP).astype(np.int32)
@@ -70,7 +71,7 @@ def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
 
 
 def memory_bytes(which: str) -> int:
-    """Return the memory of this process: its peak with ``VmHWM``, its current size with ``VmRSS``.
+    """Return the memory of this process in bytes: its peak with ``VmHWM``, its current size with ``VmRSS``.
 
     Where ``/proc`` is missing, both give the peak of ``getrusage``.
     """
@@ -83,9 +84,11 @@ def memory_bytes(which: str) -> int:
 
 
 class OwnLearner:
-    """The learner with DAPO's loss; one instance is kept for each combination of model and settings."""
+    """Headrace's learner with DAPO's loss. One instance is kept for each combination of the model, the learner's
+    settings and the adapter that a request names."""
 
     def __init__(self, model_dir: str) -> None:
+        """``model_dir`` is the model of all requests that name none; it is loaded by the first of them."""
         from headrace.learner.core import LearnerCore
 
         self._model_dir = model_dir
@@ -94,8 +97,9 @@ class OwnLearner:
         self._loaded_bytes = 0
 
     def do(self, request: Request) -> Answer:
-        """Train one step of Headrace's learner on a made-up batch, or measure the machine's matrix products; return the
-        figures."""
+        """Train one step of Headrace's learner on a random batch, or, with ``products``, measure the machine's rate of
+        matrix products; return the figures. Sizes are in bytes: ``loaded_bytes`` after the model was loaded,
+        ``peak_bytes`` the largest so far."""
         if "products" in request:
             return {"flop_per_s": max(self._flop_per_s(*shape) for shape in request["products"])}
         name = json.dumps([request.get(key) for key in ("model", "settings", "lora")])
@@ -114,7 +118,8 @@ class OwnLearner:
         }
 
     def _learner(self, request: Request) -> Any:
-        """Return a learner for this request, with its model loaded."""
+        """Return a learner with the model, the settings and the adapter that the request names; note the memory after
+        loading."""
         from headrace.algo.config import AlgoConfig
         from headrace.algo.objective import Objective
         from headrace.learner.base import LearnerContext
@@ -135,7 +140,8 @@ class OwnLearner:
         return core
 
     def _routed(self, batch: Batch, request: Request) -> Batch:
-        """Return the batch with the experts that the untrained model chooses for its tokens."""
+        """Return the batch with recorded routing: the experts that the untrained model of the request chooses for each
+        token."""
         from headrace.models import ModelConfig, load_model
         from headrace.models.attention import PackedPlan, forward
         from headrace.models.routing import RoutingRecorder, find_routing
@@ -151,7 +157,8 @@ class OwnLearner:
         return msgspec.structs.replace(batch, routing=routing)
 
     def _flop_per_s(self, rows: int, inner: int, columns: int) -> float:
-        """Return the rate of one float32 matrix product in an undisturbed process."""
+        """Return the best rate, in operations per second, of the float32 product of a matrix of ``rows`` by ``inner``
+        and one of ``inner`` by ``columns``, over 20 products."""
         left, right, out = (torch.full(shape, 0.5) for shape in ((rows, inner), (inner, columns), (rows, columns)))
         times_s = []
         for _ in range(20):
@@ -162,10 +169,12 @@ class OwnLearner:
 
 
 class Padded:
-    """A simple trainer: transformers with eight samples at a time in their request, padded on the right to the longest;
-    log π from the logits of all positions; the gradient of the same loss, and the same AdamW."""
+    """A simple trainer to compare with: transformers with eight samples at a time in the order of the request, padded
+    on the right to the longest; log π from the logits of all positions; the gradient of the same loss, and the same
+    AdamW."""
 
     def __init__(self, model_dir: str) -> None:
+        """Load the model in ``model_dir`` with transformers, and make its optimizer."""
         from transformers import AutoModelForCausalLM
 
         from headrace.learner.config import LearnerConfig
@@ -180,7 +189,8 @@ class Padded:
         self._loaded_bytes = memory_bytes("VmRSS")
 
     def do(self, request: Request) -> Answer:
-        """Train one step of the padded loop over transformers on a made-up batch; return the figures."""
+        """Train one step of the padded loop over transformers on a random batch; return the same figures as
+        :class:`OwnLearner`."""
         batch = batch_of(self._step, request)
         start_s = self._clock.now()
         for ids_BL, mask_BL, advantages_B in padded(batch):
@@ -198,7 +208,8 @@ class Padded:
         }
 
     def _backward(self, ids_BL: Tensor, mask_BL: Tensor, advantages_B: Tensor, loss_tokens: int) -> None:
-        """Add the gradient of DAPO's loss over one padded micro-batch."""
+        """Add the gradient of DAPO's loss over one padded batch of B samples. ``loss_tokens`` is the number of tokens
+        with loss in the whole step, by which the loss is divided."""
         present_BL = (ids_BL > 0).long()
         logits_BLV = self._model(input_ids=ids_BL, attention_mask=present_BL, use_cache=False).logits[:, :-1]
         log_pi_BL = logits_BLV.log_softmax(-1).gather(2, ids_BL[:, 1:, None])[..., 0]
@@ -208,7 +219,8 @@ class Padded:
 
 
 def padded(batch: Batch) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield ids (B, L) with 0 for padding, mask (B, L) and advantages (B,) of eight samples at a time."""
+    """Yield micro-batches of eight samples at a time, padded on the right: token ids (B, L) with 0 for padding, loss
+    mask (B, L) and advantages (B,)."""
     starts_S = np.cumsum(batch.lengths_S) - batch.lengths_S
     for first in range(0, len(starts_S), GROUP):
         starts_B, lengths_B = starts_S[first : first + GROUP], batch.lengths_S[first : first + GROUP]
@@ -225,11 +237,12 @@ Logprobs = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _dense(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
+    """Return log π of each token (P,) from all logits at once."""
     return (hidden_PD @ weight_VD.t()).log_softmax(-1).gather(1, ids_P[:, None])[:, 0]
 
 
 def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
-    """Compute log π from 64 MiB of logits at a time, recomputed in the backward pass."""
+    """Return log π of each token (P,) from 64 MiB of logits at a time, which are recomputed in the backward pass."""
     size = max(1, 2**24 // len(weight_VD))
     parts: list[Tensor] = [
         checkpoint(_dense, hidden_CD, weight_VD, ids_C, use_reentrant=False)
@@ -239,7 +252,8 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
-    """Return the logprob of each token, computed tile by tile by the learner's head."""
+    """Return log π of each token (P,), computed tile by tile by the learner's own head, which never holds all
+    logits."""
     from headrace.learner.head import HeadRequest, linear_logprobs
 
     head_request = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
@@ -247,19 +261,24 @@ def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 
 
 class HeadAlone:
-    """The computation of log π from hidden states and its gradients, without a model; one request per fresh process."""
+    """The computation of log π from hidden states and of its gradients, by one function ``logprobs`` and without a
+    model. Each request needs a fresh process, because the peak memory of a process never falls."""
 
     def __init__(self, logprobs: Logprobs) -> None:
+        """``logprobs`` computes log π; it is what is measured."""
         self._logprobs = logprobs
         self._clock = RealClock()
 
     def do(self, request: Request) -> Answer:
+        """Compute log π and its gradients for random inputs of the request's sizes; return the seconds and the memory
+        that it took beyond the inputs, in bytes."""
         self._run(GROUP, GROUP, GROUP)  # lets libraries allocate what they allocate once
         seconds, extra_bytes = self._run(request["tokens"], request["vocab"], request["hidden"])
         return {"seconds": seconds, "extra_bytes": extra_bytes}
 
     def _run(self, tokens: int, vocab: int, hidden: int) -> tuple[float, int]:
-        """Return the seconds and the bytes that logprobs and their gradients take for this many tokens."""
+        """Compute log π of ``tokens`` tokens and its gradients for a head of ``vocab`` by ``hidden``. Return the
+        seconds, and the bytes by which the peak memory of the process is above its memory before."""
         draws = torch.Generator().manual_seed(0)
         hidden_PD = torch.randn(tokens, hidden, generator=draws).requires_grad_()
         weight_VD = torch.randn(vocab, hidden, generator=draws).requires_grad_()
@@ -279,7 +298,7 @@ SIDES: dict[str, Callable[[str], LearnerSide]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Answer requests until the input ends."""
+    """Load the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
     spec = json.loads(arguments[0])
     torch.set_num_threads(spec["threads"])
     side = SIDES[spec["side"]](spec["model"])

@@ -30,7 +30,8 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, re
 from headrace.wings.bench.learning_tasks import TASKS, LearningTask
 
 FIRST = 12
-"""First steps that count for no mean age: without history every group starts at once."""
+"""Number of first steps that do not count for the mean age and the speed: without history every group starts at
+once."""
 MARK = 0.9
 """The held-out reward that is raced for, as a share of the way from the first evaluation to 1."""
 NUM_RESAMPLED = 2000
@@ -60,9 +61,15 @@ def measure(
     steps: int = 0,
     directory: str = "",
 ) -> Report:
-    """Measure the curve of every task, age and part over ``seeds``. ``steps`` shortens every run; ``quick`` makes one
-    of five steps. ``directory`` keeps models, rows and figures: a call that was stopped continues there, and a later
-    one adds runs to those of before."""
+    """Measure the learning curve of every task, age (``flow.max_age``) and part (a variant of the settings, by its name
+    in :data:`PARTS`) over ``seeds``; each of these four is a list separated by commas. Return a row for each run, a row
+    for each comparison with the synchronous runs, and the targets. ``tell`` is called with a line of text before each
+    run.
+
+    ``steps`` sets the number of steps of every run (0: what the task sets); ``quick`` makes one run of five steps.
+    ``directory`` keeps models, rows and figures: a call that was stopped continues there, and a later one adds runs to
+    those of before (empty: nothing is kept).
+    """
     if quick:
         seeds, ages, tasks, parts, steps = "0", "1", "demo", "default", 5
     chosen, variants = _listed("tasks", tasks, TASKS), _listed("parts", parts, PARTS)
@@ -83,13 +90,15 @@ def measure(
 
 
 def _recorded(directory: Path | None, key: Row) -> Row | None:
-    """Return the figures of a run that an earlier call measured in ``directory``; ``None`` if there are none."""
+    """Return the figures of the run that ``key`` identifies (task, seed, age, part and steps), if an earlier call
+    measured it in ``directory``; ``None`` if none did."""
     rows = map(json.loads, _whole_lines(directory))
     return next((row for row in rows if key.items() <= row.items()), None)
 
 
 def _record(directory: Path | None, row: Row) -> None:
-    """Append the figures of a run to the file of ``directory``."""
+    """Append the figures of a run to the file of ``directory``, which is replaced as a whole; do nothing if
+    ``directory`` is ``None``."""
     if directory is None:
         return
     path = directory / ROWS
@@ -99,7 +108,8 @@ def _record(directory: Path | None, row: Row) -> None:
 
 
 def _whole_lines(directory: Path | None) -> list[str]:
-    """Return the lines of the file of ``directory``, without one that a copy or a full disk has cut."""
+    """Return the lines of the file of figures in ``directory``, without a last line that a copy or a full disk has cut;
+    an empty list if there is no file or no directory."""
     path = None if directory is None else directory / ROWS
     if path is None or not path.exists():
         return []
@@ -107,7 +117,8 @@ def _whole_lines(directory: Path | None) -> list[str]:
 
 
 def _built(task: LearningTask, directory: Path, seed: int) -> Path:
-    """Return the run file of a task, which is made unless ``directory`` holds it from before."""
+    """Return the path of the run file of a task for a seed. Its model, rows and run file are made in ``directory``,
+    unless they are there from an earlier call."""
     made = directory / f"{task.build.__name__.strip('_')}-{seed}"
     if not made.exists():
         fresh = directory / f"{made.name}.part"
@@ -118,7 +129,8 @@ def _built(task: LearningTask, directory: Path, seed: int) -> Path:
 
 
 def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
-    """Return the names in ``text``, which are separated by commas."""
+    """Return the names in ``text``, which are separated by commas. Raises :class:`~headrace.base.errors.ConfigError`
+    for a name that is not in ``known``; ``option`` is the command-line option, for the message."""
     names = [name.strip() for name in text.split(",")]
     for name in names:
         if name not in known:
@@ -127,7 +139,9 @@ def _listed(option: str, text: str, known: Mapping[str, object]) -> list[str]:
 
 
 def _numbers(option: str, text: str) -> list[int]:
-    """Return a list of numbers given on the command line, separated by commas."""
+    """Return the whole numbers in ``text``, which are separated by commas. Raises
+    :class:`~headrace.base.errors.ConfigError` for other text; ``option`` is the command-line option, for the
+    message."""
     try:
         return [int(number) for number in text.split(",")]
     except ValueError:
@@ -135,7 +149,8 @@ def _numbers(option: str, text: str) -> list[int]:
 
 
 def _measured(task: LearningTask, directory: Path | None, key: Row) -> Row:
-    """Make one run, and return its figures. Its models and rows are made in ``directory``, if there is one."""
+    """Make the run of ``task`` that ``key`` identifies, and return its figures. Its model and rows are made in
+    ``directory``, or in a temporary directory if that is ``None``."""
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         run_file = _built(task, directory or Path(scratch), key["seed"])
         run_dir = Path(scratch) / "run"
@@ -143,7 +158,9 @@ def _measured(task: LearningTask, directory: Path | None, key: Row) -> Row:
 
 
 def _trained(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Summary:
-    """Make the run that ``key`` names, in ``run_dir``, and return its summary."""
+    """Train the run of ``task`` that ``key`` identifies (seed, age, part and steps) in ``run_dir``, with a snapshot
+    every few steps, and return its summary. Raises :class:`~headrace.base.errors.RunError` if the run does not
+    finish."""
     age, num_steps = key["max_age"], key["steps"]
     with as_file(files("headrace.wings.bench") / "user_code.py") as code:
         settings = [
@@ -164,7 +181,9 @@ def _trained(task: LearningTask, run_file: Path, run_dir: Path, key: Row) -> Sum
 
 
 def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary) -> Row:
-    """Return the figures of a run that has ended."""
+    """Return the figures of a run that has ended: ages, speed and idle time after the first steps, and its learning
+    curve with the area under it and the tokens and seconds to the goal. The goal is :data:`MARK` of the way from the
+    first held-out reward to 1; ``None`` where it was not reached."""
     run = load_run(run_dir)
     late = run.steps[min(FIRST, len(run.steps) // 2) :]
     tokens = sum(sum(step.ages.values()) for step in late)
@@ -189,7 +208,8 @@ def _figures(task: LearningTask, run_file: Path, run_dir: Path, summary: Summary
 
 
 def _of_turns(summary: Summary) -> tuple[float, float] | None:
-    """Return between which times a synchronous run would have taken as long, in seconds, by the run's own account."""
+    """Return the least and the greatest time in seconds that a synchronous run, in which generation and training take
+    turns, would have taken for the same work, by the run's own account; ``None`` if the account does not say."""
     spent = summary.account
     if spent is None or not spent.turned_s:
         return None
@@ -198,7 +218,9 @@ def _of_turns(summary: Summary) -> tuple[float, float] | None:
 
 
 def _curve(task: LearningTask, directory: Path, run_dir: Path, run: RunData) -> list[tuple[int, float, float]]:
-    """Return trained tokens, seconds and held-out reward of the model that the run began with and of every snapshot."""
+    """Return the learning curve of a run, one point for the model that it began with and one for every snapshot, in
+    order: trained tokens so far, seconds since the run's loop began, and held-out reward. ``directory`` has the model
+    and the held-out rows of the task."""
     ended, total = {0: (0, 0.0)}, 0
     for step in run.steps:
         total += step.trained_tokens
@@ -209,7 +231,8 @@ def _curve(task: LearningTask, directory: Path, run_dir: Path, run: RunData) -> 
 
 
 def _judge(task: LearningTask, directory: Path, model_dir: Path) -> float:
-    """Return the mean reward of one answer to each held-out row, sampled from a seed that is always the same."""
+    """Return the mean reward of the model in ``model_dir`` on the held-out rows in ``directory``: one answer is sampled
+    to each row, from a seed that is always the same."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -227,7 +250,8 @@ def _judge(task: LearningTask, directory: Path, model_dir: Path) -> float:
 
 
 def _area(curve: Sequence[tuple[int, float, float]]) -> float:
-    """Return the mean held-out reward over the trained tokens.
+    """Return the area under a curve of (tokens, seconds, held-out reward), divided by its width in tokens: the mean
+    held-out reward over the trained tokens.
 
     >>> _area([(0, 0.0, 0.0), (10, 1.0, 1.0), (20, 2.0, 1.0)])
     0.75
@@ -238,8 +262,9 @@ def _area(curve: Sequence[tuple[int, float, float]]) -> float:
 
 
 def _compared(rows: Sequence[Row]) -> list[Row]:
-    """Compare every variant with the synchronous runs of the same seeds, by the area over tokens and by the seconds to
-    the goal. A run that never reaches the goal counts as infinitely long, and two such runs as equal."""
+    """Return a row for every variant (task, age and part), which compares its runs with the synchronous runs (age 0) of
+    the same seeds, by the area over tokens and by the seconds to the goal. A run that never reaches the goal counts as
+    infinitely long, and two such runs as equal."""
     synchronous = {(row["task"], row["seed"], row["steps"]): row for row in rows if not row["max_age"]}
     variants: dict[tuple[str, int, str], list[tuple[Row, Row]]] = {}
     for row in rows:
@@ -266,6 +291,8 @@ def _compared(rows: Sequence[Row]) -> list[Row]:
 
 
 def _ratio(seconds: float | None, of: float | None) -> float:
+    """Return ``seconds`` divided by ``of``, the times of two runs to the goal; ``None`` stands for a run that never
+    reached it. The ratio is then infinite or 0, and 1 if neither run reached it."""
     if seconds is None and of is None:
         return 1.0
     return math.inf if seconds is None else 0.0 if of is None else seconds / of
@@ -283,7 +310,9 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _targets(rows: Sequence[Row], compared: Sequence[Row]) -> list[Target]:
-    """Return what is aimed at: ages halved at no cost where the engine is idle, and no loss over tokens."""
+    """Return the targets: groups that start just in time halve the mean age of those that start at once (``eager``), at
+    the same speed; and asynchronous runs learn as much per token as synchronous ones. ``rows`` are the runs,
+    ``compared`` their comparisons."""
     found: list[Target] = []
     for task in dict.fromkeys(row["task"] for row in rows):
         by = {(row["seed"], row["max_age"], row["part"]): row for row in rows if row["task"] == task}

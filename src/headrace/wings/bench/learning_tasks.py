@@ -20,13 +20,14 @@ from headrace.wings.recipes.demo.task import CHAT_TEMPLATE
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningTask:
-    """A task whose held-out reward climbs within minutes on a processor."""
+    """A task of the benchmark ``learning``, whose held-out reward climbs within minutes on a processor."""
 
     build: Callable[[Path, int], Path]
-    """Makes it in a directory, for a seed, and returns its run file."""
+    """Makes model, rows and run file in a directory, for a seed, and returns the path of the run file."""
     settings: Sequence[str] = ()
-    """Overrides of the run file."""
+    """Overrides of the run file, ``section.key=value``; ``{code}`` stands for the path of ``user_code.py``."""
     steps: int
+    """Number of steps of a run."""
     every: int
     """Number of steps between two snapshots."""
     reward: Callable[[str, Mapping[str, Any]], float]
@@ -36,12 +37,13 @@ class LearningTask:
 
 
 def _demo(directory: Path, seed: int) -> Path:
+    """Make the demo, addition of two-digit numbers, in ``directory`` and return its run file."""
     return build_demo(directory, seed=seed).run_file
 
 
 def _long(directory: Path, seed: int) -> Path:
-    """Make a model without training, whose answers have geometric lengths, and rows whose reward is the share of
-    characters with odd codes."""
+    """Make the task ``long`` in ``directory`` and return its run file: a model with random weights, whose answers have
+    geometric lengths, and rows whose reward is the share of characters with odd codes."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -63,8 +65,9 @@ def _long(directory: Path, seed: int) -> Path:
 
 
 def _gym(directory: Path, seed: int) -> Path:
-    """Make a model that has learned sums and differences of single digits from a careless teacher, who often reads a
-    minus as a plus, and the run file of the task ``basic_arithmetic`` of reasoning-gym."""
+    """Make the task ``gym`` in ``directory`` and return its run file, which names the task ``basic_arithmetic`` of
+    reasoning-gym. The model has learned sums and differences of single digits from a careless teacher, who often reads
+    a minus as a plus."""
     import numpy as np
 
     from headrace.models.tiny import TinySpec, make_tiny
@@ -100,11 +103,13 @@ def _gym(directory: Path, seed: int) -> Path:
 
 
 def _careless(entry: Mapping[str, Any]) -> str:
-    """Return the answer of a teacher who reads every minus as a plus."""
+    """Return the answer of a careless teacher to an entry of reasoning-gym: every minus in the expression is read as a
+    plus."""
     return str(sum(int(number) for number in re.findall(r"\d+", entry["metadata"]["expression"])))
 
 
 def _right(completion: str, row: Mapping[str, Any]) -> float:
+    """Return the reward of the demo for an answer to ``row``: 1 if it is the correct sum, otherwise 0."""
     return reward(completion, row["answer"])
 
 

@@ -37,8 +37,9 @@ MB = 1e6
 
 
 def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
-    """Measure records in one transaction each; then the demo, alternately with its ledger and with one that records
-    nothing. With ``quick`` a tenth of it."""
+    """Measure how fast ledgers on disk and in memory record, one transaction for each operation; then the demo,
+    alternately with its ledger and with one that records nothing. Return rows and targets. ``quick`` reduces the work
+    to a tenth, and to one pair of runs."""
     rows: list[Row] = []
     part = 10 if quick else 1
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
@@ -59,8 +60,8 @@ def measure(on_progress: Callable[[str], None], quick: bool = False) -> Report:
 
 
 def _throughput(kind: str, directory: Path, part: int) -> Row:
-    """Return how fast a ledger of this kind records transitions, episodes and parts of running turns. The work is
-    divided by ``part``."""
+    """Return a row that says how fast a ledger of this kind (``sqlite`` or ``memory``), made in ``directory``, records
+    transitions of groups, episodes and parts of running turns, per second. The work is divided by ``part``."""
     ledger = make_ledger(FlowConfig(ledger=kind), directory)
     transitions = [operation for number in range(GROUPS // part) for operation in _transitions_of(number)]
     transitions_s = _apply_s(ledger, transitions)
@@ -80,18 +81,21 @@ def _throughput(kind: str, directory: Path, part: int) -> Row:
 
 
 class _NullLedger(SqliteLedger):
-    """A ledger that records nothing."""
+    """A ledger that records nothing, in place of the real one in runs that show what recording costs."""
 
     def apply(self, *operations: Operation) -> None:
+        """Discard the operations."""
         return
 
 
 def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
+    """Return a ledger that records nothing, as a function that opens the ledger of a run is called."""
     return _NullLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 
 def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
-    """Measure the demo's wall time per trained token with and without its ledger, alternately."""
+    """Measure the demo's wall time per trained token with its ledger, divided by that without, in ``pairs`` pairs of
+    runs. Return a row with the median, the lowest and the highest ratio."""
     demo = build_demo(scratch / "demo", seed=0)
     ratios: list[float] = []
     for pair in range(pairs):
@@ -113,7 +117,7 @@ def _demo(scratch: Path, on_progress: Callable[[str], None], pairs: int) -> Row:
 
 
 def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
-    """Return how many seconds the ledger takes for ``operations``."""
+    """Return how many seconds the ledger takes to record ``operations``, each in a transaction of its own."""
     clock = RealClock()
     start_s = clock.now()
     for operation in operations:
@@ -122,7 +126,7 @@ def _apply_s(ledger: Ledger, operations: Iterable[Operation]) -> float:
 
 
 def _transitions_of(number: int) -> list[Operation]:
-    """Return the eight transitions of one group from its submission to its release."""
+    """Return the eight operations that move group ``number`` from its submission to its release."""
     states = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN)
     numbers = (number,)
     return [
@@ -134,7 +138,8 @@ def _transitions_of(number: int) -> list[Operation]:
 
 
 def _sampled(count: int) -> Tokens:
-    """Return ``count`` random tokens."""
+    """Return ``count`` tokens with random ids and logprobs, sampled by weights of version 3; the same ones at every
+    call."""
     rng = np.random.default_rng(count)
     return Tokens(
         ids_T=rng.integers(0, 150_000, count).astype(np.int32),
@@ -144,12 +149,14 @@ def _sampled(count: int) -> Tokens:
 
 
 def _episode(index: int) -> EpisodeGraph:
+    """Return an episode with one sampled answer of :data:`TOKENS` tokens; eight of them share a group."""
     answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
     return EpisodeGraph(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def _stream(number: int) -> Stream:
-    """Return the operation that stores one piece of each running sequence."""
+    """Return the operation that stores a piece of :data:`PIECE` tokens of each of :data:`SEQUENCES` running answers;
+    ``number`` makes their keys different from those of other calls."""
     tokens = _sampled(PIECE)
     parts = (
         TokenChunk(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)

@@ -25,7 +25,8 @@ FROZEN_STEPS = 60
 
 
 def measure(on_progress: Callable[[str], None]) -> Report:
-    """Measure the demo over three seeds with and without learning, pairs of runs with a slow reward, and the import."""
+    """Measure the demo over three seeds with and without learning, pairs of a synchronous and an asynchronous run with
+    a slow reward, and the time of ``import headrace``. Return a row for each run, and the targets."""
     clock = RealClock()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
@@ -72,8 +73,8 @@ def measure(on_progress: Callable[[str], None]) -> Report:
 
 
 def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
-    """Return the targets for what was learned: accuracy before and after training, and that it does not move at a
-    learning rate of 0."""
+    """Return the targets for what was learned: held-out accuracy before and after training of the runs ``learned``, and
+    that it does not move in the runs ``frozen``, whose learning rate is 0."""
     moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]
     return [
         at_most("held-out accuracy before, highest seed", max(s.eval_before or 0.0 for s in learned), 0.55, "fraction"),
@@ -83,9 +84,9 @@ def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
 
 
 def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> tuple[list[float], list[Row]]:
-    """Train the demo :data:`PAIRS` times with ``max_age=1`` and with ``max_age=0``, under a slow reward. Return, for
-    each pair, the wall time per trained token at ``max_age=1`` divided by that at ``max_age=0``; and the rows of the
-    report, one for each run."""
+    """Train the demo :data:`PAIRS` times with ``flow.max_age=1`` (asynchronous) and with ``flow.max_age=0``
+    (synchronous), under a slow reward. Return, for each pair, the wall time per trained token at ``max_age=1`` divided
+    by that at ``max_age=0``; and the rows of the report, one for each run."""
     ratios: list[float] = []
     rows: list[Row] = []
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
@@ -102,12 +103,14 @@ def _paired(demo: Demo, directory: Path, on_progress: Callable[[str], None]) -> 
 
 
 def _run(demo: Demo, run_dir: Path, *settings: str) -> Summary:
+    """Train the demo in ``run_dir`` with further settings, ``section.key=value``, and return the summary."""
     quiet = ("observe.view=none", "observe.report=false", f"run.dir={run_dir}")
     return train(load_config(demo.run_file, [*quiet, *settings]))
 
 
 def _row(what: str, summary: Summary, **more: float) -> Row:
-    """Return the row of a run, from its summary."""
+    """Return the row of the report for one run, from its summary; ``what`` names the kind of run, and ``more`` are
+    further columns."""
     return {
         "what": what,
         **more,
@@ -125,6 +128,7 @@ def _row(what: str, summary: Summary, **more: float) -> Row:
 
 
 def _import_s(clock: RealClock) -> float:
+    """Return how many seconds a new process takes to start Python and import headrace."""
     start_s = clock.now()
     subprocess.run([sys.executable, "-c", "import headrace"], check=True)
     return clock.now() - start_s

@@ -1,4 +1,5 @@
-"""The planner: how large a run it simulates in a minute, and how well it predicts runs on this machine.
+"""The planner, which predicts by simulation how a run performs: how large a run it simulates in a minute, and how well
+it predicts runs on this machine.
 
 There are two tasks: answers of geometric lengths, and the demo with its answers of three digits. For each, costs are
 calibrated from two runs, and six runs are predicted. Four of these have settings that the calibration runs did not:
@@ -54,20 +55,22 @@ seed = 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedTask:
-    """A task that is run and predicted."""
+    """A task of this benchmark: six runs of it are made, and predicted by the planner."""
 
     name: str
     make: Callable[[Path], Path]
-    """Function that creates the run file in a directory and returns its path."""
+    """Makes model, rows and run file in a directory, and returns the path of the run file."""
     slow: str
-    """Name of the slow reward function."""
+    """Name of the slow reward function in ``user_code.py``."""
     groups: int
     """Number of groups in a step."""
     steps: int
+    """Number of steps of each run."""
 
     @property
     def runs(self) -> dict[str, tuple[str, ...]]:
-        """Return the settings of each run by name; the first two runs are used for calibration."""
+        """Return the settings of each run, ``section.key=value``, by the name of the run. The costs are calibrated from
+        the first two runs."""
         return {
             f"{self.name}, max_age 1": ("flow.max_age=1",),
             f"{self.name}, max_age 0": ("flow.max_age=0",),
@@ -79,7 +82,8 @@ class PlannedTask:
 
 
 def _long(directory: Path) -> Path:
-    """Write a model, rows and a run file whose answers have very different lengths, and return the run file."""
+    """Make the task of long answers in ``directory``: a model, rows and a run file whose answers have very different
+    lengths. Return the run file."""
     letters = string.ascii_letters + string.digits
     spec = TinySpec(
         vocab=letters, hidden_size=256, num_layers=4, intermediate_size=512, even_ends=True,
@@ -94,6 +98,7 @@ def _long(directory: Path) -> Path:
 
 
 def _demo(directory: Path) -> Path:
+    """Make the demo in ``directory`` and return its run file."""
     return build_demo(directory, seed=0).run_file
 
 
@@ -104,7 +109,9 @@ TASKS = (
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure both. With ``quick`` the figures mean nothing."""
+    """Measure how long the planner takes to simulate a run of 10,000 accelerators, and how well its predictions fit
+    runs of this machine. Return a row for each run, and the targets. With ``quick`` everything is small and the figures
+    mean nothing."""
     rows: list[Row] = []
     clock = RealClock()
     on_progress("a million episodes")
@@ -132,7 +139,8 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _large(*, quick: bool) -> SimulatedOutcome:
-    """Simulate a large run, and return its outcome."""
+    """Simulate a run with about a million episodes on 10,000 accelerators, and return the outcome; with ``quick`` only
+    its first step."""
     world = World(
         flow=FlowConfig(groups_per_step=BATCH, group_size=GROUP_SIZE, max_age=2),
         steps=(GROUPS // BATCH) if not quick else 1,
@@ -150,12 +158,15 @@ def _large(*, quick: bool) -> SimulatedOutcome:
 
 
 def _run(run_file: Path, run_dir: Path, settings: list[str], steps: int) -> None:
+    """Train ``steps`` steps of the run file in ``run_dir`` with further settings, ``section.key=value``."""
     quiet = ("observe.view=none", "observe.report=false", "data.eval_path=", f"run.dir={run_dir}", f"run.steps={steps}")
     train(load_config(run_file, [*quiet, *settings]))
 
 
 def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, list[Target]]:
-    """Return one run compared with its prediction."""
+    """Simulate the run ``name``, whose recording is ``run``, with the costs that were ``measured`` in the calibration
+    runs. Return a row that compares throughput and mean age with those of the recording, and targets for both
+    errors."""
     flow = run.config["flow"]
     reward_s = Uniform(low=0.05, high=0.5) if SLOW in name else measured.workload.reward_s
     world = World(
@@ -186,5 +197,6 @@ def _compared(name: str, run: RunRecording, measured: Measured) -> tuple[Row, li
 
 
 def _mean_age(steps: list[dict[int, float]]) -> float:
+    """Return the mean age of all trained tokens, in versions. Each step is given as the number of tokens by age."""
     total = sum(tokens for ages in steps for tokens in ages.values())
     return sum(age * tokens for ages in steps for age, tokens in ages.items()) / max(total, 1e-9)

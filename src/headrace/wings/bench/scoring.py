@@ -40,7 +40,9 @@ SANDBOX_RUNS = 20
 
 
 def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Measure pairs of runs, one run after the other; with ``quick`` one short pair."""
+    """Measure pairs of runs, one with a fast verifier alone and one with all scorers, one run after the other, and the
+    time of the sandbox. Return a row for each run, and the targets: above all, that slow scorers leave the learner
+    hardly more idle. With ``quick`` one short pair. ``on_progress`` is called with a line of text before each run."""
     pairs, steps = (1, 6) if quick else (PAIRS, STEPS)
     rows: list[Row] = []
     more: list[float] = []
@@ -70,7 +72,9 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
 
 
 def _kinds(rewards: Path, url: str) -> dict[str, list[dict[str, Any]]]:
-    """Return the scorers of each configuration that is measured, as they stand in a run file."""
+    """Return the two kinds of runs by name, each as the list of its scorers, in the form of the tables
+    ``[[env.rewards]]`` of a run file. ``rewards`` is the file of the reward functions, ``url`` the address of the
+    judge."""
     verifier = {"kind": "function", "ref": f"{rewards}:small_digits"}
     process = {"kind": "function", "ref": f"{rewards}:process", "by_turn": True, "weight": 0.5}
     judge = {"kind": "judge", "base_url": url, "model": "any", "weight": 0.1, "concurrency": 256}
@@ -92,6 +96,7 @@ def _model(directory: Path) -> str:
 
 
 def _rows(directory: Path) -> str:
+    """Write the dataset, 100 questions such as ``3+4=``, and return the path of its file."""
     path = directory / "rows.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"{a}+{a + 1}="}) + "\n" for a in range(100)), encoding="utf-8")
     return str(path)
@@ -99,7 +104,7 @@ def _rows(directory: Path) -> str:
 
 @contextmanager
 def _slow_judge() -> Iterator[str]:
-    """Start the slow judge, and yield its URL."""
+    """Start the slow judge in a process of its own, and yield its URL; the process is killed at the end of the body."""
     program = [sys.executable, "-m", "headrace.wings.bench.slow_judge"]
     with subprocess.Popen(program, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -110,7 +115,7 @@ def _slow_judge() -> Iterator[str]:
 
 
 def _row(what: str, pair: int, summary: Summary) -> Row:
-    """Return the row of a run, from its summary."""
+    """Return the row of the report for run ``what`` of this pair, from its summary."""
     return {
         "what": what,
         "pair": pair,
@@ -126,7 +131,7 @@ def _row(what: str, pair: int, summary: Summary) -> Row:
 
 
 def _sandbox_s() -> float:
-    """Return the median time in seconds of a program in the sandbox that does nothing."""
+    """Return the median time in seconds that the sandbox takes for a program that only prints a number."""
     clock = RealClock()
     seconds = []
     for _ in range(SANDBOX_RUNS):

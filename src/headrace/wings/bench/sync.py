@@ -1,4 +1,6 @@
-"""The weight sync: every transport with every codec between two processes, and the gap of a commit.
+"""The weight sync: every transport with every codec between two processes, and the gap of a commit. A transport is the
+way by which weights travel from the learner to an engine; a codec decides what is sent of a version, such as all
+weights or only their changes.
 
 For each transport and codec, several versions are sent, each with one changed weight in thirty. Measured are how long
 the learner stands still (compared with one copy of the same bytes in memory), hashes, encodes and sends; how long the
@@ -48,20 +50,22 @@ BATCH = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """A model size to measure."""
+    """A model size whose weights are sent."""
 
     name: str
+    """Number of parameters, for the report."""
     spec: TinySpec
+    """Shape of the model."""
     rounds: int
     """Number of versions per transport and codec."""
     commits: int
-    """Number of commits in the decoding engine."""
+    """Number of commits in the engine that decodes."""
     crossed: bool
     """Whether every transport is combined with every codec. Otherwise each is measured once, with ``full`` or ``shm``,
     since the cost of a codec does not depend on the transport."""
 
     def combinations(self, codecs: Iterable[str]) -> list[tuple[str, str]]:
-        """Return the combinations of codec and transport to measure."""
+        """Return the pairs (codec, transport) to measure for this size, of ``codecs`` and all transports."""
         every = itertools.product(codecs, TRANSPORTS.rows)
         return [
             combination for combination in every if self.crossed or combination[0] == "full" or combination[1] == "shm"
@@ -77,15 +81,22 @@ QUICK = (Size(name="1M", spec=SMALL, rounds=2, commits=5, crossed=True),)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _SyncBench:
+    """The options of one run of this benchmark."""
+
     directory: Path
+    """Temporary directory of models, plans and shared files."""
     on_progress: Callable[[str], None]
+    """Called with lines of progress."""
     clock: RealClock
     quick: bool
+    """Whether everything is small, as a trial: the figures then mean nothing."""
     threads: int
+    """Number of threads of each process."""
 
     @contextmanager
     def learner(self, plan: SyncPlan) -> Iterator[PeerProcess]:
-        """Open a worker process that publishes weights by ``plan``, for the body of ``with``."""
+        """Start a worker process that plays the learner and publishes the weights that ``plan`` describes, and yield
+        it; the process ends after the body of ``with``."""
         path = self.directory / "plan.json"
         path.write_bytes(msgspec.json.encode(plan))
         with worker("learner", path, self.threads, module=WORKER) as opened:
@@ -93,8 +104,8 @@ class _SyncBench:
 
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
-    """Run all measurements. ``threads`` is the number per process (unset: one); with ``quick`` the figures mean
-    nothing."""
+    """Run all measurements and return their report. ``threads`` is the number per process (unset: one); with ``quick``
+    everything is small and the figures mean nothing."""
     rows: list[Row] = []
     targets: list[Target] = []
     torch.set_num_threads(threads or 1)
@@ -110,7 +121,8 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
 
 
 def plan_of(spec: TinySpec) -> SyncPlan:
-    """Return the shapes of the weights of a Qwen3 model of that size, in bfloat16."""
+    """Return the plan of weights, the shape of each tensor by name, of a Qwen3 model of the size of ``spec``, in
+    bfloat16."""
     kv = spec.hidden_size // spec.num_heads * spec.num_kv_heads
     shapes: dict[str, tuple[int, ...]] = {"embed": (len(spec.vocab) + 3, spec.hidden_size)}
     for layer in range(spec.num_layers):
@@ -123,7 +135,7 @@ def plan_of(spec: TinySpec) -> SyncPlan:
 
 
 def adapters_of(plan: SyncPlan) -> SyncPlan:
-    """Return the shapes of rank-8 adapters for all matrices but the embedding."""
+    """Return the plan of the weights of LoRA adapters of rank 8 for all matrices of ``plan`` but the embedding."""
     shapes: dict[str, tuple[int, ...]] = {}
     for name, shape in plan.shapes.items():
         if len(shape) == 2 and name != "embed":
@@ -132,7 +144,8 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
 
 
 def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """Measure every combination of transport and codec for a model of this size; append rows and targets."""
+    """Measure every combination of transport and codec for a model of this size, with all weights or, for the codec
+    ``adapter``, those of adapters. Append a row of each to ``rows``, and the targets of this size to ``targets``."""
     whole = plan_of(size.spec)
     for plan, codecs in ((whole, [c for c in CODECS if c != "adapter"]), (adapters_of(whole), ["adapter"])):
         with bench.learner(plan) as learner:
@@ -153,7 +166,9 @@ def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: l
 
 
 def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]) -> Row:
-    """Return medians over the versions after the first two, during which memory is allocated."""
+    """Send several versions from ``learner`` to a receiver in this process by one ``combination`` (transport, codec,
+    number of versions). Return a row with the medians in seconds and bytes, without the first two versions, during
+    which memory is allocated."""
     transport, codec, rounds = combination
     with ExitStack() as stack:
         places = RunPlaces(
@@ -175,7 +190,9 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
 
 
 def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
-    """Carry one version from the learner to the receiver, and return the time of each stage."""
+    """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each stage and
+    the bytes that were sent; ``exposed_s`` is how long the learner stands still, and ``announce_s`` how long it then
+    takes to hash, encode and send."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})
     update = msgspec.convert(answer["update"], WeightUpdate)
@@ -193,7 +210,8 @@ def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, versio
 
 
 def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
-    """Measure the gaps of commits through shared memory in an engine that decodes."""
+    """Measure the commit gaps of an engine that decodes :data:`BATCH` sequences while new weights arrive through shared
+    memory. Append a row to ``rows`` and a target to ``targets``."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
     model = make_tiny(bench.directory / size.name, size.spec)
     with worker("fed", model, bench.threads) as engine:
@@ -209,8 +227,8 @@ def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Targ
 
 
 def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
-    """Measure Gloo broadcasts between two processes: tensor by tensor, in buckets, and as one tensor packed
-    beforehand."""
+    """Measure broadcasts by torch's Gloo backend between two processes: tensor by tensor, in buckets, and as one tensor
+    that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``."""
     shapes: dict[str, tuple[int, ...]] = {}
     for at in range(600):
         shapes |= {f"{at}.A": (RANK, 512), f"{at}.B": (512, RANK)}
@@ -229,19 +247,23 @@ def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> No
 
 
 class _Peer:
-    """The receiving side of the broadcasts."""
+    """The receiving side of the broadcasts, in this process; the worker ``learner`` is the sending side. The two find
+    each other by files in ``directory``."""
 
     def __init__(self, bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, directory: Path) -> None:
+        """``plan`` describes the tensors that are received."""
         self._bench, self._learner, self._directory = bench, learner, directory
         self._tensors = list(tensors_of(plan).values())
         self._group: ProcessGroup | None = None
 
     def shortest_s(self, how: str) -> float:
-        """Return the shortest of several broadcasts, from the start of the receiving side until it has everything."""
+        """Return the shortest time, in seconds, of several broadcasts in the manner ``how`` (``each``, ``buckets`` or
+        ``one``), from the start of the receiving side until it has everything."""
         return min(self._broadcast(how) for _ in range(2 if self._bench.quick else 7))
 
     def _broadcast(self, how: str) -> float:
-        """Return the seconds that a broadcast by torch takes, to compare with."""
+        """Receive one broadcast in the manner ``how``, which the worker sends meanwhile; return the seconds that it
+        takes."""
         request = {"do": "broadcast", "how": how, "directory": str(self._directory)}
         sending = threading.Thread(target=self._learner.call, args=(request,))
         sending.start()

@@ -1,4 +1,5 @@
-"""``headrace tinker`` as its client sees it: start, round trips, and what several adapters cost beside one.
+"""``headrace tinker`` as its client sees it: start, round trips, and what several adapters cost beside one. ``headrace
+tinker`` is a server of the Tinker protocol, on which each tenant trains an adapter of its own.
 
 The server is a process of its own; the unmodified client of the protocol asks it over HTTP. Rates of one and of several
 adapters are measured in turn, with the same rows in all, and a ratio is the median over the rounds.
@@ -34,12 +35,14 @@ CLOCK = RealClock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerSizes:
-    """What is measured."""
+    """The sizes of the measurements."""
 
     models: tuple[tuple[str, TinySpec], ...]
+    """Name and shape of each model that is served."""
     samples: int = 64
     """The number of sequences that are sampled at once, of all adapters."""
     new_tokens: int = 64
+    """The number of tokens of each sampled sequence."""
     requests: int = 8
     """The number of forward_backward requests in flight, of all adapters."""
     rounds: int = 7
@@ -60,8 +63,9 @@ QUICK_SIZES = TinkerSizes(
 
 
 def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
-    """Run all measurements; with ``quick`` the figures mean nothing. Raises
-    :class:`~headrace.base.errors.ConfigError` where the client is not installed."""
+    """Run all measurements and return their report; with ``quick`` everything is small and the figures mean nothing.
+    ``tell`` is called with lines of progress. Raises :class:`~headrace.base.errors.ConfigError` where the client is not
+    installed."""
     sizes, rows, targets = QUICK_SIZES if quick else FULL_SIZES, list[Row](), list[Target]()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         for name, spec in sizes.models:
@@ -77,16 +81,19 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """A server that has answered, and a client of it."""
+    """A server of the Tinker protocol that has answered its first request, and a client of it."""
 
     client: Any
+    """The ``ServiceClient`` of the package ``tinker``."""
     process: psutil.Process
+    """The server's process, whose memory is measured."""
     started_s: float
     """Seconds from the command to the first answer."""
 
 
 def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
-    """Return the two variables that the server prints for its clients."""
+    """Return the two environment variables, address and key, that the server prints for its clients. Fewer are returned
+    if the server ends before it has printed them."""
     assert process.stdout is not None
     found: dict[str, str] = {}
     for line in process.stdout:
@@ -100,7 +107,8 @@ def _exported(process: subprocess.Popen[str]) -> dict[str, str]:
 
 @contextmanager
 def _server(model: Path, state: Path) -> Iterator[_Server]:
-    """Start ``headrace tinker`` and connect a client, for the body of ``with``. Raises
+    """Start ``headrace tinker`` with the model, and yield it once it has answered a client; it is ended after the body
+    of ``with``. ``state`` is the directory in which the server keeps its adapters. Raises
     :class:`~headrace.base.errors.ConfigError` if the client is not installed."""
     try:
         import tinker
@@ -122,11 +130,12 @@ def _server(model: Path, state: Path) -> Iterator[_Server]:
 
 
 def _prompt(length: int, seed: int = 0) -> list[int]:
+    """Return ``length`` random token ids; the same ``seed`` gives the same ids."""
     return np.random.default_rng(seed).integers(3, 60, length).tolist()  # type: ignore[no-any-return]
 
 
 def _datum(length: int, seed: int) -> Any:
-    """Return a datum of ``length`` random tokens, all of which carry loss."""
+    """Return a datum of the protocol, one sequence to train on: ``length`` random tokens, all of which carry loss."""
     from tinker import types
 
     ids = _prompt(length + 1, seed)
@@ -135,7 +144,8 @@ def _datum(length: int, seed: int) -> Any:
 
 
 def _sampled(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
-    """Sample ``each`` sequences from every sampler at once; return the tokens per second."""
+    """Sample ``each`` sequences of ``new_tokens`` tokens from every sampling client at once; return the sampled tokens
+    per second, over all of them."""
     from tinker import types
 
     params = types.SamplingParams(max_tokens=new_tokens, stop=[], seed=1)
@@ -146,12 +156,14 @@ def _sampled(samplers: Sequence[Any], each: int, new_tokens: int) -> float:
 
 
 def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float, list[float]]:
-    """Send ``each`` requests of four sequences for every model at once; return the tokens per second, and the seconds
-    until each model had all its results."""
+    """Send ``each`` requests ``forward_backward``, of four sequences of ``length`` tokens, for every model at once, and
+    then make an optimizer step with each. Return the trained tokens per second, and the seconds until each model had
+    all its results."""
     data = [_datum(length, place) for place in range(4)]
     began_s = CLOCK.now()
 
     def wait(promised: Sequence[Any]) -> float:
+        """Wait for all results of one model; return the seconds since the first request was sent."""
         for one in promised:
             one.result()
         return CLOCK.now() - began_s
@@ -166,21 +178,24 @@ def _trained(models: Sequence[Any], each: int, length: int = 128) -> tuple[float
 
 
 def _adam() -> Any:
+    """Return the settings of an optimizer step."""
     from tinker import types
 
     return types.AdamParams(learning_rate=1e-3)
 
 
 class _TinkerBench:
-    """The measurements of one server."""
+    """The measurements of one server; :attr:`rows` and :attr:`targets` are what they have found."""
 
     def __init__(self, server: _Server, sizes: TinkerSizes, name: str, tell: Callable[[str], None]) -> None:
+        """``name`` is the size of the served model in the report; ``tell`` is called with lines of progress."""
         self._server, self._sizes, self._name, self._tell = server, sizes, name, tell
         self.rows: list[Row] = []
         self.targets: list[Target] = []
 
     def run(self, *, whole: bool) -> None:
-        """Measure; ``whole`` also the start, the round trips and many tenants."""
+        """Measure the rates of several adapters beside one; with ``whole`` also the start, the round trips and many
+        tenants."""
         models = self._models(ADAPTERS)
         if whole:
             self.targets.append(at_most("command to first answer", self._server.started_s, 10.0, "s"))
@@ -190,7 +205,8 @@ class _TinkerBench:
             self._many()
 
     def _models(self, count: int) -> list[Any]:
-        """Create ``count`` models that train an adapter each, and make one step with each."""
+        """Create ``count`` training clients, each of which trains an adapter of its own, and make one step with
+        each."""
         create = self._server.client.create_lora_training_client
         asked = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
         models = [each.result() for each in asked]
@@ -198,7 +214,8 @@ class _TinkerBench:
         return models
 
     def _trips(self, model: Any) -> None:
-        """Measure the time between a small request and its result, for training and for sampling."""
+        """Measure the time between a small request and its result, for training and for sampling; add rows in
+        milliseconds, and targets."""
         self._tell(f"{self._name}: round trips")
         data, sampler = [_datum(64, 0)], model.save_weights_and_get_sampling_client().result()
         found: dict[str, list[float]] = {"forward_backward of 64 tokens": [], "sample of 16 tokens": []}
@@ -217,8 +234,8 @@ class _TinkerBench:
             self.targets.append(at_most(f"{self._name}, {what}", middle, limit_ms, "ms"))
 
     def _several(self, models: Sequence[Any]) -> None:
-        """Measure how much throughput, in tokens per second, is left when the same work is spread over all ``models``
-        instead of one."""
+        """Measure how much of the throughput, in tokens per second, is left when the same work is spread over all
+        ``models`` instead of one; add a row and a target for sampling and for training."""
         sizes, count = self._sizes, len(models)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         decode, train = list[tuple[float, float]](), list[tuple[float, float]]()
@@ -236,7 +253,9 @@ class _TinkerBench:
             self.targets.append(at_least(f"{self._name}, {what}, {count} adapters by one", ratio, 0.8, "ratio"))
 
     def _many(self) -> None:
-        """Measure many tenants, and as many again, for which the first ones move to the disk."""
+        """Measure many tenants that train at once: their throughput, how evenly they are served, and the memory of the
+        server. As many again then follow, for which the server moves the first ones to the disk; they should need at
+        most half as much memory. Add a row and targets."""
         count = self._sizes.tenants
         self._tell(f"{self._name}: {count} tenants")
         before = self._server.process.memory_info().rss

@@ -6,7 +6,8 @@ from typing import Any
 
 
 async def rollout(task: dict[str, Any], policy: Any) -> None:
-    """Sample one answer to the demo's question in a worker, and leave its grading to the reward function."""
+    """Sample one answer to the demo's question and leave its grading to the reward function. It is the rollout function
+    of runs whose environment is executed in a worker process."""
     await policy.sample(policy.prompt_ids)
 
 
@@ -36,18 +37,20 @@ def odd(completion: str) -> float:
 
 
 async def slow_odd(completion: str, prompt: str) -> float:
-    """Return the reward of :func:`odd` after 50 to 500 ms."""
+    """Return the reward of :func:`odd` after 50 to 500 ms, a delay that follows from prompt and completion."""
     await _wait(completion, prompt)
     return odd(completion)
 
 
 async def slow_sum(completion: str, prompt: str, answer: int) -> float:
-    """Return the demo's reward, 1 for the correct sum, after 50 to 500 ms."""
+    """Return the demo's reward, 1 for the correct sum (three digits, the least significant first) and else 0, after 50
+    to 500 ms."""
     await _wait(completion, prompt)
     written = completion[::-1]
     return float(len(written) == 3 and written.isascii() and written.isdigit() and int(written) == answer)
 
 
 async def _wait(completion: str, prompt: str) -> None:
-    """Wait as long as a tool or a sandbox would: 50 to 500 ms, determined by prompt and completion."""
+    """Wait 50 to 500 ms, as long as a tool or a sandbox would take. The delay follows from prompt and completion, so
+    that it is the same in every run."""
     await asyncio.sleep(0.05 + 0.45 * (zlib.crc32(f"{prompt}{completion}".encode()) / 0xFFFFFFFF))

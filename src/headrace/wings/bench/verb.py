@@ -45,7 +45,8 @@ def bench(
         help="learning: keep models, datasets and figures here: a call continues where one before it stopped.",
     ),
 ) -> None:
-    """Measure this machine and compare the results with their targets."""
+    """Run one benchmark on this machine, print its report, and exit with status 1 if a target does not hold. Options
+    that another benchmark reads are refused; :data:`HELP` is the text of ``--help``."""
     starting(f"loading what the benchmark {name} needs")
     from headrace.wings.bench import run_benchmark
     from headrace.wings.bench.base import show

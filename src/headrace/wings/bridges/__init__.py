@@ -1,2 +1,2 @@
-"""Bridges to environment libraries, one file each; :mod:`headrace.rollout.environments.bridges` defines their
-interface."""
+"""Bridges to environment libraries, one file each: a bridge makes environments of the library usable in a run.
+:mod:`headrace.rollout.environments.bridges` defines their interface."""

@@ -63,7 +63,7 @@ REMEMBERED = 1 << 24
 
 
 class Registration(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of ``/register``, by which a trainer describes itself to the queue."""
+    """What a trainer tells Atropos' API server about itself: the fields of ``/register``."""
 
     batch_size: int
     """Number of sequences in a batch."""
@@ -85,26 +85,32 @@ class Registration(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AtroposGroup:
-    """Scored answers to one question."""
+    """A group: the scored answers to one question, as a training loop gets them."""
 
     sequences: list[Tokens]
     """Prompt and answers of each sequence, with the recorded log-probabilities and versions."""
     scores: list[float]
-    """One score per sequence."""
+    """The score that the environment gave each sequence."""
 
 
 class _Scored(msgspec.Struct, frozen=True, kw_only=True):
-    """A group in the form in which the queue sends it."""
+    """A group in the form in which Atropos' API server sends it, with one element for each sequence."""
 
     tokens: list[list[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]]]
+    """The token ids of each sequence, prompt and answers together."""
     masks: list[list[int]]
+    """For each token, -100 if it is not to be trained, else any other value."""
     scores: list[float]
+    """The score of each sequence."""
 
 
 class Answers:
-    """The answers that the engine sampled, found by the token ids that precede them."""
+    """A memory of the answers that the policy's engine sampled, with their log-probabilities and versions, found again
+    by the token ids that precede them. :func:`serving` fills it, and :class:`Queue` reads it."""
 
     def __init__(self, most_tokens: int = REMEMBERED, *, token: str = "") -> None:
+        """Keep answers with at most ``most_tokens`` tokens in all, prompts included. ``token`` is the API key that
+        environments must send."""
         self._most = most_tokens
         self.token = token
         """The API key that environments must send."""
@@ -118,7 +124,8 @@ class Answers:
         """Number of sequences without any sampled token; they are left out of the batches."""
 
     def keep(self, prompt_ids_T: IntColumn, answer: Tokens) -> None:
-        """Remember an answer, and forget the oldest prompts beyond the capacity."""
+        """Remember an ``answer`` to the prompt with these T token ids, and forget the oldest prompts beyond the
+        capacity."""
         key = np.asarray(prompt_ids_T, np.int32).tobytes()
         self._by_prompt.setdefault(key, []).append(answer)
         self._size += len(prompt_ids_T) + len(answer)
@@ -129,7 +136,9 @@ class Answers:
             )  # a key has four bytes per token
 
     def sampled(self, ids: list[int], mask: list[int]) -> Tokens:
-        """Return the sequence ``ids``, with the recorded answers in place of the spans that ``mask`` marks."""
+        """Return the sequence ``ids`` as tokens: in the spans that ``mask`` marks, the recorded answers with their
+        log-probabilities and versions; elsewhere, and where no recorded answer fits, tokens that carry no loss. The
+        counts of marked and of unknown tokens are updated."""
         ids_T = np.asarray(ids, np.int32)
         parts: list[Tokens] = []
         done = 0
@@ -142,7 +151,8 @@ class Answers:
         return Tokens.concat([*parts, Tokens.observed(ids_T[done:])])
 
     def _answer(self, ids_T: IntColumn, start: int, end: int) -> Tokens:
-        """Return the longest prefix of ``ids_T[start:end]`` that was sampled after the context ``ids_T[:start]``."""
+        """Return the longest beginning of ``ids_T[start:end]`` that was sampled after the context ``ids_T[:start]``, as
+        recorded tokens; no tokens if none was."""
         found = Tokens.observed([])
         for answer in self._by_prompt.get(ids_T[:start].tobytes(), ()):
             length = min(len(answer), end - start)
@@ -156,8 +166,10 @@ class Answers:
 
 @asynccontextmanager
 async def serving(policy: Policy, *, port: int = 0, name: str = "policy", token: str = "") -> AsyncIterator[Answers]:
-    """Serve OpenAI's completions and chat completions at ``127.0.0.1:port`` while the body runs, with the weights that
-    were published last. A client must send ``token`` as its API key; if it is empty, a random one is generated."""
+    """Serve the policy over OpenAI's completions and chat completions at ``127.0.0.1:port`` (0: a free port) for the
+    body of ``async with``, with the weights that were published last, and yield the memory of its answers. A client
+    must send ``token`` as its API key; if it is empty, a random one is generated. ``name`` is the model's name in
+    requests."""
     config, tokenizer = policy.config, policy.tokenizer
     answers = Answers(token=token or secrets.token_urlsafe(24))
     recorder = _Recorder(policy.engine, answers, config.engine.temperature)
@@ -186,8 +198,9 @@ async def serving(policy: Policy, *, port: int = 0, name: str = "policy", token:
 async def registered(
     url: str, answers: Answers, registration: Registration, *, timeout_s: float = 600.0
 ) -> AsyncIterator[Queue]:
-    """Register this trainer with Atropos' API server at ``url``, and return the queue of its batches while the body
-    runs."""
+    """Register this trainer with Atropos' API server at ``url``, and yield the queue of its batches for the body of
+    ``async with``. ``answers`` are those that the policy has sampled, as yielded by :func:`serving`; ``timeout_s`` is
+    the longest wait for a batch, in seconds."""
     async with httpx.AsyncClient(base_url=url, timeout=60.0, trust_env=False) as client:
         queue = Queue(client, answers, timeout_s)
         await queue.ask("POST", "/register", msgspec.to_builtins(registration))
@@ -195,15 +208,18 @@ async def registered(
 
 
 class Queue:
-    """The batches of Atropos' API server, as returned by :func:`registered`."""
+    """The batches of Atropos' API server, as :func:`registered` yields them."""
 
     def __init__(self, client: httpx.AsyncClient, answers: Answers, timeout_s: float) -> None:
+        """Ask the server by ``client``; ``answers`` are those that the policy has sampled, and ``timeout_s`` is the
+        longest wait for a batch, in seconds."""
         self._client = client
         self._answers = answers
         self._timeout_s = timeout_s
 
     async def batches(self) -> AsyncIterator[list[AtroposGroup]]:
-        """Yield one batch after another, without end. Sequences without any sampled token are left out, and counted.
+        """Yield the groups of one batch after another, without end. Sequences without any sampled token are left out
+        and counted; groups without any sequence are left out.
 
         Raises :class:`~headrace.base.errors.DeadlineError` if no batch arrives within the queue's ``timeout_s``.
         """
@@ -229,7 +245,8 @@ class Queue:
             ) from None
 
     async def _next(self) -> list[_Scored]:
-        """Wait for the next batch of the API server. Raises :class:`~headrace.base.errors.DeadlineError`."""
+        """Ask the API server until it has a batch, and return its groups. Raises
+        :class:`~headrace.base.errors.DeadlineError` if it has none for too long."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 while not (batch := await self._poll()):  # noqa: ASYNC110 - the queue is in another process, which cannot set an event here
@@ -242,10 +259,12 @@ class Queue:
             ) from None
 
     async def _poll(self) -> list[_Scored]:
+        """Ask the API server for a batch once; return its groups, or an empty list if it has none yet."""
         return read_batch(await self.ask("GET", "/batch"))
 
     def _group(self, scored: _Scored) -> AtroposGroup:
-        """Return the sequences of a scored group that this policy has sampled, with their scores."""
+        """Return a scored group with the tokens as the policy has sampled them. Sequences of which it has sampled
+        nothing are left out and counted."""
         group = AtroposGroup(sequences=[], scores=[])
         for ids, mask, score in zip(scored.tokens, scored.masks, scored.scores, strict=True):
             tokens = self._answers.sampled(ids, mask)
@@ -258,7 +277,8 @@ class Queue:
 
 
 class _Recorder:
-    """An engine that remembers the answers that can be trained: those sampled at the policy's temperature."""
+    """An engine that passes everything on to ``engine``, and puts finished answers into ``answers``. Only those sampled
+    at ``temperature``, the policy's own, are kept, because others cannot be trained."""
 
     def __init__(self, engine: Engine, answers: Answers, temperature: float) -> None:
         self._engine = engine
@@ -266,12 +286,13 @@ class _Recorder:
         self._temperature = temperature
 
     def __getattr__(self, name: str) -> Any:
+        """Return the attribute of the wrapped engine, for everything but :meth:`generate`."""
         return getattr(self._engine, name)
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample with the wrapped engine, and remember the finished answer."""
+        """Sample with the wrapped engine and yield its chunks, and keep the finished answer."""
         sampling = msgspec.structs.replace(sampling, record_kept=sampling.truncated)
         parts: list[Tokens] = []
         async with aclosing(self._engine.generate(prompt_ids_T, sampling, options)) as chunks:  # type: ignore[type-var]
@@ -283,7 +304,7 @@ class _Recorder:
 
 
 def _spans(mask: list[int]) -> Iterator[tuple[int, int]]:
-    """Return the beginning and the end of each span of tokens that the mask marks.
+    """Yield the beginning and the end (exclusive) of each span of tokens that the mask marks.
 
     >>> list(_spans([-100, 5, 6, -100, 7]))
     [(1, 3), (4, 5)]
@@ -307,7 +328,9 @@ def read_batch(answer: Any) -> list[_Scored]:
 
 
 def _scored(tree: Any) -> _Scored:
-    """Return the group in ``tree``; raise :class:`~headrace.base.errors.DataError` if it cannot be used."""
+    """Return the group that ``tree``, a part of the server's JSON, holds. Raises
+    :class:`~headrace.base.errors.DataError` if fields are missing, or if tokens, masks and scores do not have equal
+    lengths."""
     try:
         scored = msgspec.convert(tree, _Scored, strict=False)
     except msgspec.ValidationError as error:

@@ -41,6 +41,7 @@ class EpisodeRandom:
     _LOCK = threading.Lock()
 
     def __init__(self, seed: int) -> None:
+        """Begin with the states that ``seed`` gives both generators."""
         seed %= 2**32
         self._python = random.Random(seed).getstate()
         self._numpy = np.random.RandomState(seed).get_state()

@@ -16,8 +16,8 @@ from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of the environment that gem registered as ``what``, a text environment with gymnasium's
-    interface."""
+    """Return a factory of environments, one for each episode, for the game or task that gem registered as ``what``,
+    with the keyword arguments ``options``. A run calls this with the rest of ``env.entry`` and with ``env.options``."""
     import gem
 
     game = partial(gem.make, what, **options)
@@ -26,15 +26,17 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class Game(Env):
-    """One episode of a game."""
+    """One episode of a game of gem, as an environment of this library."""
 
     def __init__(self, make_game: Callable[[], Any]) -> None:
+        """``make_game`` returns a new game; it is called when the episode begins."""
         self._make = make_game
         self._game: Any = None
         self._random = EpisodeRandom(0)
 
     def reset(self, task: Task) -> str:
-        """Start the game and return its first observation."""
+        """Start a new game with the number of the dataset row ``task`` as its seed, and return its first observation as
+        text."""
         number = task_number(task)
         self._random = EpisodeRandom(number)
         with self._random.active():
@@ -42,7 +44,8 @@ class Game(Env):
             return _as_text(*self._game.reset(seed=number))
 
     def step(self, message: Message) -> StepResult:
-        """Play the model's message as an action; return the observation and the reward that follow it."""
+        """Play the model's message as an action; return the observation as text, the reward, and whether the game is
+        over."""
         with self._random.active():
             observation, reward, terminated, truncated, info = self._game.step(message.content)
         done = bool(terminated or truncated)

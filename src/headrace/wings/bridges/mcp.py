@@ -1,5 +1,6 @@
 """The bridge to the tools of an MCP server: ``env.entry = "mcp/python my_tools.py"`` (a command that talks over its
-standard input and output) or ``"mcp/http://127.0.0.1:8000/mcp"``.
+standard input and output) or ``"mcp/http://127.0.0.1:8000/mcp"``. MCP, the Model Context Protocol, lets a model call
+tools of other programs.
 
 The model reads the row's prompt and calls tools until it answers without a call; ``env.reward`` scores that answer.
 Every episode opens its own connection; a server given as a command runs as a separate process per episode.
@@ -30,7 +31,9 @@ TIMEOUT_S = 60.0
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a rollout function that answers the row's prompt with the tools of the server ``what``."""
+    """Return a rollout function, which runs one episode: the model answers the row's prompt with the tools of the
+    server ``what``, a URL or a command. ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError`
+    for an unknown option."""
     system, timeout_s = str(options.pop("system", "")), float(options.pop("timeout_s", TIMEOUT_S))
     if options:
         raise EnvError(f"env.options.{min(options)} is unknown", remedy="known are system and timeout_s")
@@ -49,7 +52,9 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 async def _call_tools_until_answer(messages: list[Message], tools: Tools, policy: EpisodePolicy) -> None:
-    """Let the model answer and execute its tool calls until it makes none, or until its token budget is spent."""
+    """Let the model answer, and execute its tool calls, until an answer has no call or its token budget is spent;
+    ``messages`` grows by all of it. Raises :class:`~headrace.base.errors.BudgetSpent` only if not even one answer
+    fitted the budget."""
     answered = False
     while True:
         try:
@@ -66,16 +71,17 @@ async def _call_tools_until_answer(messages: list[Message], tools: Tools, policy
 
 
 class Tools:
-    """The tools of one connection to an MCP server."""
+    """The tools of one connection to an MCP server; made by :func:`connected`."""
 
     def __init__(self, client: Any, described: list[Tool]) -> None:
+        """``client`` is the open connection, ``described`` the descriptions of the server's tools."""
         self._client = client
         self.described = described
         """The descriptions of the tools, for ``policy.chat(..., tools=...)``."""
 
     async def call(self, call: ToolCall) -> Message:
-        """Execute a tool call of the model and return the server's result, or its error, as a message for the
-        conversation."""
+        """Execute a tool call of the model by the server, and return the result as a message for the conversation; an
+        error of the tool, or arguments that are no JSON, become a message that says so."""
         from mcp import MCPError
 
         try:
@@ -88,7 +94,8 @@ class Tools:
 
 @asynccontextmanager
 async def connected(what: str, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Tools]:
-    """Connect to the server ``what`` (a URL or a command) while the body runs, and return its tools."""
+    """Connect to the MCP server ``what`` (a URL or a command) for the body of ``async with``, and yield its tools.
+    ``timeout_s`` is the longest wait for an answer, in seconds."""
     from mcp import Client, StdioServerParameters
 
     server: Any = what
@@ -111,6 +118,8 @@ async def connected(what: str, timeout_s: float = TIMEOUT_S) -> AsyncIterator[To
 
 
 def _tool_message(call: ToolCall, text: str, *, failed: bool) -> Message:
+    """Return the result of a tool call as a message for the conversation; ``failed`` says that the tool reported an
+    error."""
     return Message(role="tool", content=text, tool_call_id=call.id, name=call.name, failed=failed)
 
 

@@ -27,7 +27,8 @@ _DEFAULTS = {"action": "message", "observation": "", "with": {}, "reset": {}, "t
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of sessions with the server at the URL ``what``."""
+    """Return a factory of environments, one for each episode, each of which is a session with the server at the URL
+    ``what``. ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown option."""
     from openenv.core import GenericEnvClient
 
     unknown = options.keys() - _DEFAULTS.keys()
@@ -38,20 +39,24 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class OpenEnvSession(Env):
-    """One session of the server: one episode."""
+    """One episode, as a session with the OpenEnv server."""
 
     def __init__(self, make_client: Callable[[], Any], options: Mapping[str, Any]) -> None:
+        """``make_client`` returns a client of the server that is not connected yet; ``options`` are ``env.options``,
+        defaults included."""
         self._client = make_client()
         self._options = options
 
     async def reset(self, task: Task) -> str:
-        """Open the session and return its first observation."""
+        """Open the session, reset the environment with the number of the dataset row ``task`` as its seed, and return
+        the first observation as text."""
         await self._client.connect()
         first = await self._client.reset(seed=task_number(task), **self._options["reset"])
         return self._as_text(first.observation)
 
     async def step(self, message: Message) -> StepResult:
-        """Send the model's answer as an action, and return the observation and the reward of the server."""
+        """Send the model's answer as an action, and return the server's observation as text, its reward, and whether
+        the episode is done."""
         action = {**self._options["with"], self._options["action"]: message.content}
         result = await self._client.step(action)
         return StepResult(
@@ -61,11 +66,12 @@ class OpenEnvSession(Env):
         )
 
     async def close(self) -> None:
-        """End the session."""
+        """End the session; called once at the end of every episode."""
         await self._client.close()
 
     def _as_text(self, observation: Mapping[str, Any]) -> str:
-        """Return an observation as text: the field that the options name, or all of it as JSON."""
+        """Return an observation as text: the field that ``env.options.observation`` names, or all of it as JSON. Raises
+        :class:`~headrace.base.errors.EpisodeError` if there is no such field."""
         field = self._options["observation"]
         if not field:
             return json.dumps(observation, ensure_ascii=False)

@@ -30,7 +30,9 @@ _EVALUATES = re.compile(r"\b(?:eval|parse_expr)\(answer\b")
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a factory of one-turn environments for the task ``what``."""
+    """Return a factory of one-turn environments, one for each episode, for the task ``what`` of the library.
+    ``options`` are ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for an unknown task, and for one
+    whose scorer executes answers, unless the option ``evaluates`` allows it."""
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
     from reasoning_gym.utils import SYSTEM_PROMPTS, extract_answer
@@ -62,16 +64,19 @@ def make_dataset(what: str, options: Mapping[str, Any]) -> Any:
 
 
 class Reasoning(Env):
-    """An environment of one turn: a question, an answer, and the library's score of it."""
+    """One episode, which has one turn: a question, the model's answer, and the library's score of it."""
 
     def __init__(self, dataset: Any, system: str, read: Callable[[str], str | None]) -> None:
+        """``dataset`` is the library's dataset of the task, ``system`` the system prompt (empty: none), and ``read``
+        returns the part of an answer that is scored."""
         self._dataset = dataset
         self._system = system
         self._read = read
         self._entry: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> list[Message]:
-        """Return the question of the row as messages."""
+        """Return the question that the number of the dataset row ``task`` selects, as messages. Raises
+        :class:`~headrace.base.errors.EpisodeError` if there is no such question."""
         number, size = task_number(task), len(self._dataset)
         if not 0 <= number < size:
             raise EpisodeError(
@@ -83,7 +88,8 @@ class Reasoning(Env):
         return [*system, Message(role="user", content=self._entry["question"])]
 
     def step(self, message: Message) -> StepResult:
-        """Return the answer's score in [0, 1]. An answer on which the scorer raises an exception gets 0."""
+        """Return the library's score of the answer, in [0, 1], as the reward, and end the episode. An answer on which
+        the scorer raises an exception gets 0."""
         try:
             score = float(self._dataset.score_answer(self._read(message.content), self._entry))
         except Exception:  # noqa: BLE001 - foreign code: some scorers raise on an answer that they cannot parse; make() has tried the scorer

@@ -20,26 +20,30 @@ from headrace.wings.bridges.base import EpisodeRandom, task_number
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a rollout function in which the policy plays the game ``what``."""
+    """Return a rollout function, which runs one episode: the policy plays the game ``what``, for all players.
+    ``options`` are ``env.options``: the number of ``players``, and keyword arguments of ``textarena.make``."""
     import textarena
 
     players = int(options.pop("players", 1))
 
     def begin(number: int) -> TextArenaGame:
+        """Return a new game, with ``number`` as its seed."""
         return TextArenaGame(lambda: _unwrapped(textarena.make(what, **options), textarena), players, number)
 
     begin(0)  # raises now, rather than in the first episode, if textarena rejects the name or an option
 
     async def rollout(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
+        """Run one episode: play the game that the row's number selects, and return the rewards of the players."""
         return await play(await asyncio.to_thread(begin, task_number(task)), policy)
 
     return rollout
 
 
 class TextArenaGame:
-    """A game in progress."""
+    """A game in progress; one for each episode."""
 
     def __init__(self, make_game: Callable[[], Any], players: int, number: int) -> None:
+        """Start the game that ``make_game`` returns, with this number of players and ``number`` as its seed."""
         self.players = players
         self._random = EpisodeRandom(number)
         with self._random.active():
@@ -55,7 +59,7 @@ class TextArenaGame:
         return player, "\n".join(lines)
 
     def act(self, action: str) -> bool:
-        """Play an action and return whether the game is over."""
+        """Play the text ``action`` of the player whose turn it is, and return whether the game is over."""
         with self._random.active():
             done, _ = self._game.step(action)
         return bool(done)
@@ -67,7 +71,9 @@ class TextArenaGame:
 
 
 async def play(game: TextArenaGame, policy: EpisodePolicy) -> Episode:
-    """Play the game to its end. A player whose token budget is spent ends the game with a reward of 0 for all."""
+    """Play the game to its end, and return the episode with the reward of each player. ``policy`` writes the moves of
+    every player, each with its own conversation. A player whose token budget is spent ends the game with a reward of 0
+    for all."""
     conversations: dict[int, list[Message]] = defaultdict(list)
     done = False
     rewards = [0.0] * game.players
@@ -90,8 +96,8 @@ async def play(game: TextArenaGame, policy: EpisodePolicy) -> Episode:
 
 
 def _unwrapped(game: Any, textarena: Any) -> Any:
-    """Return the game without observation wrappers: these repeat earlier observations, which the conversation already
-    holds."""
+    """Return the game without textarena's observation wrappers: these repeat earlier observations, which the
+    conversation already holds. ``textarena`` is the imported package."""
     while isinstance(game, textarena.ObservationWrapper):
         game = game.env
     if isinstance(game, textarena.Wrapper):

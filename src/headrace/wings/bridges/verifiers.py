@@ -22,12 +22,13 @@ from headrace.wings.bridges.base import task_number
 _MODEL = "policy"
 """The model name that harnesses send; the endpoint accepts any name."""
 _NO_VARIABLE = "HEADRACE_HAS_NO_API_KEY_HERE"
-"""The name of an environment variable that does not exist. Each episode has its own API key, sent in a header instead.
-"""
+"""The name of an environment variable that does not exist, because the library's configuration must name one. Each
+episode has its own API key, sent in a header instead."""
 
 
 def make(what: str, options: dict[str, Any]) -> Found:
-    """Return a rollout function that runs the environment of the taskset ``what``."""
+    """Return a rollout function, which runs one episode of the environment of the taskset ``what``. ``options`` are
+    ``env.options``, the settings of that environment."""
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
@@ -53,14 +54,17 @@ def make(what: str, options: dict[str, Any]) -> Found:
 
 
 class Tasks:
-    """The tasks of a taskset by number, loaded only as far as they are needed."""
+    """The tasks of a taskset by number. They are loaded only as far as they are needed; any thread may ask."""
 
     def __init__(self, taskset: Any) -> None:
+        """``taskset`` is the library's collection of tasks, which is iterated once."""
         self._iterator = iter(taskset)
         self._loaded: list[Any] = []
         self._lock = threading.Lock()
 
     def __getitem__(self, number: int) -> Any:
+        """Return task ``number``, counted from 0. Raises :class:`~headrace.base.errors.EpisodeError` if the taskset has
+        fewer."""
         with self._lock:
             self._loaded += itertools.islice(self._iterator, max(number + 1 - len(self._loaded), 0))
         if number >= len(self._loaded):
@@ -72,7 +76,7 @@ class Tasks:
 
 
 def _reward(ended: Any) -> float:
-    """Return the reward of the trainable agent, or the mean if there are several.
+    """Return the reward of an episode that has ended: that of its trainable agent, or the mean if there are several.
 
     Raises :class:`~headrace.base.errors.EpisodeError` if the episode failed or no agent is trainable.
     """

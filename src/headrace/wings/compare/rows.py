@@ -16,9 +16,11 @@ from headrace.run.observe.rundata import RunData, load_run
 
 
 class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of one recipe. A figure is ``None`` if the run recorded nothing from which it could be computed."""
+    """The results of one recipe: one row of the table. A figure is ``None`` if the run recorded nothing from which it
+    could be computed."""
 
     recipe: str
+    """Name of the recipe."""
     status: str
     """``finished``, ``stopped`` or ``failed``."""
     cause: str = ""
@@ -26,21 +28,24 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     resumed: bool = False
     """Whether the run was interrupted and resumed: its figures cover only the part after the last resume."""
     settings: dict[str, str] = {}
-    """The settings that recipes decide, as the run resolved them."""
+    """The settings that recipes decide, by name, as text, with the values that the run used."""
     steps: int = 0
+    """Number of optimizer steps."""
     seconds: float = 0.0
     """Time from the first rollout to the last commit."""
     eval_before: float | None = None
+    """Mean reward on the held-out rows before training."""
     eval_after: float | None = None
-    """Mean reward on the held-out rows after training (``eval_before``: before training)."""
+    """Mean reward on the held-out rows after training."""
     reward_last: float | None = None
     """Mean reward over the last tenth of the steps."""
     gain: float | None = None
     """Held-out reward after training minus before; without held-out rows, mean reward of the last batches minus the
     first."""
     gain_per_minute: float | None = None
+    """Gain per minute of ``seconds``; ``None`` for a resumed run."""
     gain_per_mtok: float | None = None
-    """Gain per million generated tokens."""
+    """Gain per million generated tokens; ``None`` for a resumed run."""
     generated_tok_s: float | None = None
     trained_tok_s: float | None = None
     engine_idle_frac: float | None = None
@@ -48,6 +53,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
     age_mean: float | None = None
     """Mean age of trained tokens, in versions."""
     age_max: int | None = None
+    """Greatest age of a trained token, in versions."""
     wasted_frac: float | None = None
     """Fraction of the generated tokens that will never be trained; ``None`` for a resumed run, which also drops tokens
     that an earlier part generated."""
@@ -69,7 +75,7 @@ class RecipeRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def row_of(recipe: str, run_dir: Path) -> RecipeRow:
-    """Return the row of the run in ``run_dir``.
+    """Return the row of ``recipe``, read from the files of its run in ``run_dir``.
 
     Raises :class:`~headrace.base.errors.DataError` if ``run_dir`` holds no run.
     """
@@ -109,8 +115,9 @@ _COPIED_FIGURES = ("generated_tok_s", "trained_tok_s", "engine_idle_frac", "lear
 
 
 def _gains(run: RunData) -> dict[str, float | None]:
-    """Return the held-out rewards and the gain, absolute, per minute and per million tokens. A resumed run has no gain
-    per minute or token, because its time and tokens are those of the last part."""
+    """Return five fields of the row of a run: the held-out rewards before and after, and the gain, absolute, per minute
+    and per million tokens. A resumed run has no gain per minute or token, because its time and tokens are those of the
+    last part."""
     before, after = run.measured("eval_before"), run.measured("eval_after")
     first, last = run.measured("reward_first"), run.measured("reward_last")
     whole = len(run.session) == len(run.steps)
@@ -130,7 +137,8 @@ def _gains(run: RunData) -> dict[str, float | None]:
 
 
 def decided(config: dict[str, Any]) -> dict[str, str]:
-    """Return the settings of a resolved run that recipes decide, as text.
+    """Return those settings that recipes decide, by name and as text, from ``config``, all settings of a run with their
+    defaults.
 
     >>> decided({"flow": {"policy": {"kind": "unbounded", "stale": "reject"}, "max_age": 4, "lead": 8}})
     {'policy': 'unbounded, reject', 'max_age': '4', 'lead': '8'}

@@ -1,4 +1,5 @@
-"""Runs recipes one after another, each in its own directory. A run that has finished there is not repeated."""
+"""Runs recipes one after another, each in its own directory. A run that has finished there is not repeated. The base of
+a comparison is the run file that all recipes share, or the demo."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ run, and paths, but not the result."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonConfig:
-    """The settings of a comparison."""
+    """The settings of a comparison, from the command line."""
 
     recipes: Sequence[str]
     """Names of the recipes, in the order of the table."""
@@ -49,7 +50,7 @@ class ComparisonConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeComparison:
-    """The results of a comparison so far."""
+    """The results of a comparison so far, which tables and pictures are made from."""
 
     directory: Path
     base: str
@@ -65,8 +66,9 @@ def compare(
     report: Callable[[str], None] = lambda _: None,
     each: Callable[[RecipeComparison], None] = lambda _: None,
 ) -> RecipeComparison:
-    """Run every recipe, or read its results if it has finished before, and call ``each`` with the comparison after
-    every recipe. A recipe whose run fails gets a row with the reason, and the next recipe is run.
+    """Run every recipe, or read its results if it has finished before, and return the comparison. ``each`` is called
+    with the comparison so far after every recipe, and ``report`` with lines of progress. A recipe whose run fails gets
+    a row with the reason, and the next recipe is run; a run that the user stops ends the comparison.
 
     Raises :class:`~headrace.base.errors.ConfigError` before anything runs if a recipe does not fit the run file, or if
     a directory holds a run with other settings.
@@ -91,15 +93,19 @@ def compare(
 
 
 def _report_line(report: Callable[[str], None], where: str, words: str) -> None:
+    """Report the line ``words`` about the run that ``where`` names, such as ``2/5 areal``."""
     report(f"{where}: {words}")
 
 
 def _demo(config: ComparisonConfig) -> Path:
+    """Return the directory of the demo, in that of the comparison."""
     return config.directory / "demo"
 
 
 def _base(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
-    """Return the settings that all runs share, and the name of the base."""
+    """Return the settings that all runs share, those of the run file or the demo without what recipes decide, and the
+    name of the base for the table. Raises :class:`~headrace.base.errors.ConfigError` for an override that the
+    comparison sets itself."""
     refused = [text for text in config.overrides if text.partition("=")[0].strip() in _SET_BY_COMPARISON]
     if refused:
         raise ConfigError(
@@ -118,7 +124,9 @@ def _base(config: ComparisonConfig) -> tuple[dict[str, Any], str]:
 
 
 def _config(config: ComparisonConfig, tree: Mapping[str, Any], name: str) -> RunConfig:
-    """Return the configuration of one recipe's run."""
+    """Return the checked settings of the run of the recipe ``name``: the shared settings ``tree`` with those of the
+    recipe, and with the directory, steps and seed of the comparison. Raises :class:`~headrace.base.errors.ConfigError`,
+    whose text names the recipe."""
     budget = {"run.steps": config.steps, "run.seed": config.seed}
     own = [
         f"run.dir={config.directory / name}",
@@ -153,7 +161,8 @@ def _refuse_other_run(run_dir: Path, config: RunConfig) -> None:
 
 
 def _row(name: str, config: RunConfig, report: Callable[[str], None]) -> RecipeRow:
-    """Train the recipe, unless it has finished before, and return its row."""
+    """Train the recipe ``name`` with its settings, or resume its run, unless it has finished before; return its row. A
+    run that fails has a row with the cause. ``report`` is called with lines of progress."""
     run_dir = Path(config.run.dir)
     before = read_summary(run_dir)
     if before is not None and before["status"] == "finished":

@@ -9,14 +9,17 @@ from headrace.wings.compare.rows import RecipeRow
 
 
 def _percent(value: float | None) -> str:
+    """Return a fraction as a percentage; a dash for an unknown one (``None``)."""
     return "–" if value is None else f"{value:.0%}"
 
 
 def _signed(value: float | None) -> str:
+    """Return a number with its sign and two decimals; a dash for an unknown one (``None``)."""
     return "–" if value is None else f"{value:+.2f}"
 
 
 def _kilobytes(value: float | None) -> str:
+    """Return a number of bytes in kilobytes; a dash for an unknown one (``None``)."""
     return "–" if value is None else f"{value / 1e3:,.0f}"
 
 
@@ -47,23 +50,26 @@ in versions, the mean; `oldest`: the greatest. `wasted`: generated tokens that a
 engine stood still per commit. `wait`: how long a commit waited for running sequences. `sync stall`: of the learner's
 time. `kB/version`: what of a version was sent, or read where it lies. `*`: broken off and resumed; the figures are
 those of the last part."""
+"""The meaning of the columns, in Markdown."""
 
 SETTINGS = ("policy", "max_age", "lead", "interrupt", "transport", "codec", "loss", "correction")
 """Settings that recipes decide, in the order of the second table."""
 
 
 def cells(rows: Sequence[RecipeRow]) -> list[list[str]]:
-    """Return the texts of all columns for each row that has figures."""
+    """Return the texts of all columns of the first table, for each row that has figures, which are those of runs that
+    did not fail."""
     return [[of(row) for of in COLUMNS.values()] for row in rows if row.status != "failed"]
 
 
 def failures(rows: Sequence[RecipeRow]) -> list[str]:
-    """Return one line for each recipe whose run failed."""
+    """Return one line of text, with the cause, for each recipe whose run failed."""
     return [f"{row.recipe} failed: {row.cause}" for row in rows if row.status == "failed"]
 
 
 def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
-    """Return a Markdown document with both tables and the meaning of the columns."""
+    """Return a Markdown document about the rows of a comparison: the table of results, the meaning of its columns, and
+    the table of the settings that the recipes decide. ``base`` names the run file or the demo."""
     settings = [[row.recipe, *(row.settings.get(name, "–") for name in SETTINGS)] for row in rows]
     steps = max((row.steps for row in rows), default=0)
     return "\n".join([
@@ -82,5 +88,7 @@ def markdown(base: str, rows: Sequence[RecipeRow]) -> str:
 
 
 def _table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table with these headings and cells; all columns but the first are aligned
+    right."""
     rule = ["---", *("---:" for _ in head[1:])]
     return ["| " + " | ".join(line) + " |" for line in (head, rule, *lines)]

@@ -78,8 +78,8 @@ def compare(
 
 
 def _show(made: RecipeComparison, again: str) -> None:
-    """Print the table of the comparison, what failed and, where it was stopped, the command ``again`` that continues
-    it."""
+    """Print the table of the comparison, the recipes that failed, where its files are and, where it was stopped, the
+    command ``again`` that continues it."""
     from headrace.wings.compare.tables import COLUMNS, cells, failures
 
     out = console()

@@ -19,7 +19,8 @@ from headrace.wings.compare.tables import markdown
 
 
 def report_of(made: RecipeComparison) -> Report:
-    """Return the rows together with a description of the machine they were measured on."""
+    """Return the comparison as a report, as benchmarks make it: its rows as JSON objects, without targets, and a
+    description of this machine, on which they were measured."""
     return report([msgspec.to_builtins(row) for row in made.rows], [])
 
 
@@ -42,6 +43,7 @@ WIDTH, HEAD, ROW, NAMES, GAP = 1120, 74, 30, 150, 26
 names, and the gap between panels."""
 
 Values = Callable[[RecipeRow], float | None]
+"""A function that returns the value of a bar for a row; ``None`` if it is unknown."""
 PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
     ("tokens per second", 3, (
         ("generated", lambda row: row.generated_tok_s, SKY), ("trained", lambda row: row.trained_tok_s, BLUE),
@@ -57,7 +59,8 @@ PANELS: tuple[tuple[str, float, tuple[tuple[str, Values, str], ...]], ...] = (
 
 
 def compare_svg(rows: Sequence[RecipeRow]) -> bytes:
-    """Return the picture of all rows that have figures, the first on top."""
+    """Return the picture of the comparison, an SVG file: a line of bars for each row that has figures, the first on
+    top, in four panels."""
     shown = [row for row in rows if row.status != "failed"]
     drawing = Drawing(WIDTH, HEAD + ROW * max(1, len(shown)) + 34, "recipes compared by speed, idle time, age and gain")
     for place, row in enumerate(shown):
@@ -79,7 +82,9 @@ def _bars(
     rows: Sequence[RecipeRow],
     series: Sequence[tuple[str, Values, str]],
 ) -> None:
-    """Draw the bars of one panel, which begins at ``place[0]`` and is ``place[1]`` pixels wide."""
+    """Draw the bars of one panel of the picture: for each row, one bar of each of ``series`` (label, value of a row,
+    colour). The panel begins at ``place[0]`` pixels from the left and is ``place[1]`` pixels wide; its scale ends a
+    little above the largest value."""
     largest = max((values(row) or 0.0 for row in rows for _, values, _ in series), default=0.0)
     panel = Panel(drawing, (place[0], HEAD, place[1], ROW * max(1, len(rows))), (1.08 * largest, 0.0))
     height = 20 / len(series)
@@ -90,4 +95,5 @@ def _bars(
 
 
 def _in_percent(value: float | None) -> float | None:
+    """Return a fraction in percent; ``None`` for an unknown one."""
     return None if value is None else 100 * value

@@ -1,5 +1,6 @@
 """What a server may compute with: the directories on this machine, in several precisions and with other rotary
-embeddings, each as logits of the same tokens.
+embeddings, each as logits of the same tokens. Each such possibility is a candidate; the one that explains the logprobs
+of the server shows which weights it uses.
 
 Shape legend: T tokens of a sequence, V vocabulary, E logprobs (entries) that a server returned.
 """
@@ -39,7 +40,8 @@ Precision = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entries:
-    """Logprobs that a server returned: for each, the sequence and the place of the token that it is about."""
+    """Logprobs that a server returned, as columns: for each entry, the sequence and the place of the token that it is
+    about."""
 
     sequences: list[list[int]]
     """The tokens of each sequence."""
@@ -53,18 +55,21 @@ class Entries:
     """The logprob in nats."""
 
     def __len__(self) -> int:
+        """Return the number of entries E."""
         return len(self.id_E)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedCandidate:
-    """Something that a server may compute with."""
+    """One possibility of what a server computes with: the weights, their precision and their rotary embedding. It can
+    compute the logits that such a server would have."""
 
     words: str
-    """What it is."""
+    """What the candidate is, in words for the report."""
     fault: Fault | None
-    """The fault that it is if the server computes with it; ``None`` for what is expected."""
+    """The name of the fault if the server computes with this candidate; ``None`` for what is expected."""
     remedy: str
+    """What to do if the server computes with this candidate."""
     path: str
     """The directory of the base model."""
     adapter: str | None
@@ -76,7 +81,8 @@ class ServedCandidate:
     scaling."""
 
     def logits(self, sequences: Sequence[list[int]]) -> list[Tensor]:
-        """Return the logits ``[T, V]`` of each sequence, in float32."""
+        """Load the candidate's model, and return its logits ``[T, V]`` for each of ``sequences`` of T token ids, in
+        float32."""
         with _changed(self.path, self.rope) as path:
             lora = None if self.adapter is None else config_of(Path(self.adapter))
             dtype: Literal["float32", "bfloat16"] = "bfloat16" if self.precision == "bfloat16" else "float32"
@@ -94,7 +100,8 @@ class ServedCandidate:
 
 @contextmanager
 def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
-    """Yield the directory of a model, or a copy of it by links with another rotary embedding."""
+    """Yield the directory of a model whose rotary embedding has the parameter ``rope`` (name and value) changed: a
+    temporary copy by links, with another ``config.json``. Yield ``path`` itself if ``rope`` is ``None``."""
     if rope is None:
         yield path
         return
@@ -117,7 +124,7 @@ def _changed(path: str, rope: tuple[str, Any] | None) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """What a server should compute with."""
+    """What a server should compute with, and where else its weights may come from."""
 
     path: str
     """The directory of the base model."""
@@ -126,10 +133,11 @@ class Expected:
     precision: Precision
     """The precision of the weights."""
     others: tuple[Path, ...] = ()
-    """Further directories that the server may hold."""
+    """Further directories that the server may hold instead, named by the user."""
 
     def candidate(self, words: str, fault: Fault | None = None, remedy: str = "", **changes: Any) -> ServedCandidate:
-        """Return what is expected, with ``changes``."""
+        """Return what is expected as a candidate, with ``changes`` of its fields; ``words`` describe it, and ``fault``
+        and ``remedy`` are what it means if the server computes with it."""
         own: dict[str, Any] = {"path": self.path, "adapter": self.adapter, "precision": self.precision}
         return ServedCandidate(words=words, fault=fault, remedy=remedy, **{**own, **changes})
 
@@ -137,7 +145,9 @@ class Expected:
 def expectation(
     directory: Path, adapter: Path | None, precision: Precision | Literal["auto"], others: Sequence[Path]
 ) -> Expected:
-    """Return what a server of ``directory`` should compute with; a directory of an adapter names its base itself."""
+    """Return what a server should compute with that serves the model in ``directory``, with the adapter in the
+    directory ``adapter`` (``None``: none). If ``directory`` itself holds an adapter, its base model is the one that it
+    names. The precision ``auto`` is that of the files; ``others`` are directories that the server may hold instead."""
     base = directory
     if adapter is None and (directory / CONFIG_FILE).is_file():
         adapter = directory
@@ -149,14 +159,15 @@ def expectation(
 
 
 def _stored_precision(path: str) -> Precision:
-    """Return the precision that the configuration of a model names."""
+    """Return the precision that the ``config.json`` of the model in ``path`` names; float32 if it names none."""
     stored = str(getattr(read_config(path), "dtype", None) or "float32").removeprefix("torch.")
     half: dict[str, Precision] = {"bfloat16": "bfloat16", "float16": "float16"}
     return half.get(stored, "float32")
 
 
 def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield what else a server may compute with, likely things first."""
+    """Yield the candidates that differ from what is expected, likely ones first: without the adapter, other
+    directories, other precisions, other rotary embeddings."""
     if expected.adapter is not None:
         yield expected.candidate(
             "the base model without the adapter", Fault.ADAPTER_NOT_APPLIED,
@@ -173,7 +184,8 @@ def alternatives(expected: Expected) -> Iterator[ServedCandidate]:
 
 
 def _directories(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield the snapshots and models beside those that are expected, and those that were named."""
+    """Yield candidates with other weights: the directories that the user named, and those beside the expected one, such
+    as other snapshots of its run."""
     own = Path(expected.adapter or expected.path).resolve()
     beside: list[Path] = []
     with suppress(OSError):
@@ -201,6 +213,7 @@ def _directories(expected: Expected) -> Iterator[ServedCandidate]:
 
 
 def _is_step(directory: Path) -> bool:
+    """Return whether the name of a directory is that of a snapshot of a run."""
     return directory.name.startswith("step-")
 
 
@@ -212,7 +225,8 @@ def _usable(directory: Path) -> bool:
 
 
 def _ropes(expected: Expected) -> Iterator[ServedCandidate]:
-    """Yield the same weights with other rotary embeddings, where the model has one for all layers."""
+    """Yield candidates with the same weights and other parameters of the rotary embedding, if the model has the same
+    rotary embedding in all layers."""
     try:
         found = list(rope_types(read_config(expected.path)))
     except HeadraceError:
@@ -234,7 +248,9 @@ def _ropes(expected: Expected) -> Iterator[ServedCandidate]:
 
 
 def entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float = 1.0, size: int | None = None) -> Any:
-    """Return the logprob of each entry under ``logits`` times ``scale``, with the first ``size`` ids alone, float64."""
+    """Return the logprob of each entry (float64, one per entry) under ``logits``, which has a tensor ``[T, V]`` for
+    each sequence. The logits are multiplied by ``scale`` before, as another temperature would do, and only the first
+    ``size`` ids of the vocabulary count (``None``: all); an id beyond them gets minus infinity."""
     found_E = np.full(len(entries), -np.inf)
     for number, each in enumerate(logits):
         mine = np.flatnonzero(entries.sequence_E == number)

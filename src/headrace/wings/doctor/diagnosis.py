@@ -32,11 +32,16 @@ from headrace.wings.doctor.server import ServerProbe
 LENGTHS = (64, 64, 192)
 """Lengths of the compared sequences in tokens, as far as the context allows."""
 CLEARLY = 0.7
-"""A candidate explains only what lies at most this share as far from it as from what is expected."""
+"""A candidate explains the server's logprobs only if its distance from them is at most this fraction of the distance of
+what is expected."""
+FAR_BETTER = 0.1
+"""The logprobs of a server in half precision are closer to another program's in half precision than this: only those of
+a server in float32 have at most this fraction of the distance from the weights in float32."""
 NUM_DRAWS, DRAWS_AT_ONCE = 512, 64
-"""Tokens that are drawn without saying how, to learn the server's defaults."""
+"""Number of tokens that are drawn without any sampling settings, to learn the server's defaults, and how many of them
+one request asks for."""
 CERTAIN = 6.0
-"""Standard deviations beyond which draws do not follow a distribution."""
+"""Number of standard deviations beyond which drawn tokens are taken not to follow a distribution."""
 HALF = 0.5
 """The temperature at which the logprobs of sampled tokens are compared."""
 NEAR_ONE = 0.02
@@ -48,14 +53,16 @@ MESSAGES: tuple[tuple[dict[str, str], ...], ...] = (
         {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "Bye"},
     ),
 )  # fmt: skip
+"""Two conversations whose tokens on the server are compared with those here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
-    """A candidate for the weights that the server uses, with its distance from the logprobs of the server."""
+    """A candidate for the weights that a server uses, with its distance from the logprobs of the server. A small
+    distance means that the candidate explains them."""
 
     candidate: ServedCandidate
-    """The weights, and how they are computed with."""
+    """The weights, and the precision and rotary embedding of the computation."""
     logits: list[Tensor]
     """The candidate's logits ``[T, V]`` of each sequence."""
     gap: float
@@ -63,7 +70,8 @@ class Explanation:
 
 
 def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
-    """Compare the answers of a server with those of the expected weights, and name what differs."""
+    """Compare the answers of the server that ``probe`` asks with those of the expected weights, and return the
+    findings, which name what differs: tokenizer, vocabulary, weights, temperature or sampling defaults."""
     report = DoctorReport(subject=f"{probe.url} against {expected.adapter or expected.path}")
     names = probe.models()
     report.add("served", Grade.OK, f"{', '.join(names[:8])}; {probe.model} is examined")
@@ -94,12 +102,13 @@ def examine_server(probe: ServerProbe, expected: Expected) -> DoctorReport:
 
 
 def _vocabulary_size(expected: Expected) -> int:
-    """Return the number of vocabulary entries of the expected model."""
+    """Return the number of token ids that the expected model has."""
     return int(read_config(expected.path).vocab_size)
 
 
 def _served_size(probe: ServerProbe, vocab: int) -> int:
-    """Return how many ids the server accepts: the smallest that it refuses, or the whole vocabulary."""
+    """Return the smallest token id that the server refuses, found by halving, or ``vocab`` if it accepts all ids of the
+    model."""
     if not probe.refuses_token(vocab - 1):
         return vocab
     accepted, refused = -1, vocab - 1
@@ -110,7 +119,8 @@ def _served_size(probe: ServerProbe, vocab: int) -> int:
 
 
 def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
-    """Return sequences of random ids below ``size``, of several lengths that fit the model's context."""
+    """Return sequences of random token ids below ``size``, of the lengths :data:`LENGTHS` as far as the model's context
+    allows; the same at every call."""
     rng = np.random.default_rng(0)
     room = limit_of(expected.path).length - 1
     lowest = min(3, size - 1)
@@ -118,7 +128,7 @@ def _random_sequences(expected: Expected, size: int) -> list[list[int]]:
 
 
 def _check_tokens(report: DoctorReport, probe: ServerProbe, tokenizer: Any) -> None:
-    """Report whether text and chats become the same tokens on the server as here."""
+    """Add findings to ``report``: whether a text and chats become the same tokens on the server as by ``tokenizer``."""
     text = "The quick brown fox: 1 + 2 = 3, naïve?"
     served = probe.tokenize(prompt=text)
     own = tokenizer.encode(text)
@@ -163,13 +173,22 @@ def _first_difference(served: Sequence[int], own: Sequence[int]) -> int:
 def _check_weights(
     report: DoctorReport, expected: Expected, entries: Entries, source: str, size: int | None
 ) -> Explanation | None:
-    """Report the finding about the weights. Return the candidate that explains the server's numbers, if one does."""
+    """Add a finding to ``report``: which weights the server uses. ``entries`` are logprobs that it returned, ``source``
+    says of what, and ``size`` is the number of ids that it has (``None``: all of the model). Return the candidate that
+    explains the logprobs, also if they are those of another temperature; ``None`` if none does."""
     here = expected.adapter or expected.path
     own = _explanation_of(expected.candidate(f"the weights of {here}"), entries, size)
     detail = f"mean |Δ logprob| {own.gap:.2g} nats over {len(entries)} entries {source}"
     if own.gap <= _largest_rounding(expected, own.candidate):
-        report.add("weights", Grade.OK, f"those of {here}, in {expected.precision}: {detail}")
-        return own
+        finer = _in_float32(expected, own, entries, size)
+        if finer is None:
+            report.add("weights", Grade.OK, f"those of {here}, in {expected.precision}: {detail}")
+            return own
+        report.add(
+            "weights", Grade.WARN, f"{finer.candidate.words} (mean |Δ| {finer.gap:.2g}); from {here}: {detail}",
+            finer.candidate.remedy, Fault.PRECISION,
+        )  # fmt: skip
+        return finer
     scaled = _logit_scale(own, entries, size)
     if scaled is not None:
         report.add(
@@ -190,9 +209,22 @@ def _check_weights(
     return None
 
 
+def _in_float32(expected: Expected, own: Explanation, entries: Entries, size: int | None) -> Explanation | None:
+    """Return the expected weights in float32 if half precision is expected and ``own``, which it explains by its large
+    rounding, is explained far better so; ``None`` otherwise."""
+    if expected.precision == "float32":
+        return None
+    found = expected.candidate(
+        f"the same weights in float32, not {expected.precision}", Fault.PRECISION,
+        f"start the server in {expected.precision} (--dtype), or expect float32 (--dtype float32)", precision="float32",
+    )  # fmt: skip
+    finer = _explanation_of(found, entries, size)
+    return finer if finer.gap < FAR_BETTER * own.gap else None
+
+
 def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | None) -> Explanation:
     """Compute the logits of a candidate, and return it with its distance from the server's logprobs. ``size`` is the
-    number of ids that the server has; ``None``: all."""
+    number of ids that the server has; ``None``: all of the model."""
     logits = candidate.logits(entries.sequences)
     return Explanation(
         candidate=candidate, logits=logits, gap=_mean_gap(entry_logprobs(logits, entries, size=size), entries)
@@ -200,19 +232,22 @@ def _explanation_of(candidate: ServedCandidate, entries: Entries, size: int | No
 
 
 def _mean_gap(own_E: np.ndarray[tuple[int], np.dtype[np.float64]], entries: Entries) -> float:
-    """Return the mean |Δ logprob| in nats. Logprobs below −50 count as −50, and an unknown one as 50 nats off."""
+    """Return the mean |Δ logprob| in nats between ``own_E``, the logprobs computed here, and those of the server.
+    Logprobs below −50 count as −50, and NaN as 50 nats apart."""
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
     return float(np.where(np.isnan(apart_E), 50.0, apart_E).mean())
 
 
 def _largest_rounding(expected: Expected, candidate: ServedCandidate) -> float:
-    """Return the largest mean |Δ logprob| that rounding explains, in nats."""
+    """Return the largest mean |Δ logprob|, in nats, that rounding in the precision of ``candidate`` can explain; in
+    half precision it is larger for a mixture of experts, in which rounding may change the choice of experts."""
     format_ = "float32" if candidate.precision == "float32" else "bfloat16"
     return largest_gap(format_, rerouted=is_mixture(read_config(expected.path)))
 
 
 def _logit_scale(own: Explanation, entries: Entries, size: int | None) -> float | None:
-    """Return the factor of the logits that explains the entries; ``None`` if none does, or if it is 1."""
+    """Return the factor of the logits (1 / temperature) with which the expected weights explain the entries; ``None``
+    if none does, or if it is close to 1."""
     scales = np.geomspace(0.1, 10, 41)
     gaps = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
     at = int(np.argmin(gaps))
@@ -227,7 +262,8 @@ def _logit_scale(own: Explanation, entries: Entries, size: int | None) -> float 
 def _best_candidate(
     expected: Expected, entries: Entries, size: int | None, gap: float
 ) -> tuple[Explanation | None, list[str]]:
-    """Return the nearest candidate, if it explains the entries, and what could not be tried."""
+    """Return the alternative to what is expected that is nearest to the server's logprobs, or ``None`` if none explains
+    them; and, in words, which alternatives could not be tried. ``gap`` is the distance of what is expected, in nats."""
     best: Explanation | None = None
     untried: list[str] = []
     for candidate in alternatives(expected):
@@ -245,7 +281,9 @@ def _best_candidate(
 def _report_unexplained(
     report: DoctorReport, own: Explanation, entries: Entries, detail: str, untried: list[str]
 ) -> None:
-    """Report a failure where no candidate explains the differences, with what their places in the sequences suggest."""
+    """Add a failure to ``report`` where no candidate explains the server's logprobs. If they agree with ``own``, what
+    is expected, after one token of context, the weights are right and the rotary embedding is not. ``untried`` are the
+    candidates that could not be tried, in words."""
     first_E = entries.place_E == 1
     own_E = entry_logprobs(own.logits, entries)
     apart_E = np.abs(np.clip(own_E, -50, 0) - np.clip(entries.logprob_E, -50, 0))
@@ -266,12 +304,15 @@ def _report_unexplained(
 
 
 def _next_logits(found: Explanation, ids: list[int], size: int) -> Tensor:
-    """Return the candidate's logits ``[V]`` of the token after ``ids``, for the ids that the server has."""
+    """Return the candidate's logits ``[V]`` of the token after ``ids``, for the first ``size`` ids, those that the
+    server has."""
     return found.candidate.logits([ids])[0][-1, :size].double()
 
 
 def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
-    """Report whether the logprobs of tokens sampled at temperature :data:`HALF` are those of that distribution."""
+    """Add a finding to ``report``: whether the server's logprobs of tokens sampled at temperature :data:`HALF` are
+    those of that distribution, as training needs them, or those of temperature 1. ``found`` is the candidate that
+    explains the weights."""
     prompt = _flattest_prompt(found)
     choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, temperature=HALF, top_p=1.0)
     if choices is None:
@@ -307,12 +348,14 @@ def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanat
 
 
 def _expected_gap(found: Explanation) -> float:
-    """Return the gap that has to be expected between the server and the candidate that explains it, in nats."""
+    """Return the mean |Δ logprob|, in nats, that is to be expected between the server and the candidate that explains
+    it."""
     return max(found.gap, largest_gap("float32"))
 
 
 def _flattest_prompt(found: Explanation) -> list[int]:
-    """Return a prompt after which much is possible, without being uniform."""
+    """Return the one of 8 random prompts of 8 tokens after which the likeliest token has a probability nearest to 0.3,
+    so that many tokens are possible, but not equally likely."""
     rng = np.random.default_rng(1)
     vocab = found.logits[0].shape[1]
     prompts = [rng.integers(min(3, vocab - 1), vocab, 8).tolist() for _ in range(8)]
@@ -322,8 +365,8 @@ def _flattest_prompt(found: Explanation) -> list[int]:
 
 
 def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Explanation, size: int) -> None:
-    """Report whether tokens drawn without any sampling settings follow the plain distribution, and if not, which
-    settings fit them best."""
+    """Add a finding to ``report``: whether tokens drawn without any sampling settings follow the plain distribution of
+    the weights ``found``, and if not, which settings fit them best."""
     prompt, ids = _flattest_prompt(found), list[int]()
     for seed in range(NUM_DRAWS // DRAWS_AT_ONCE):
         choices = probe.sample(prompt, max_tokens=1, n=DRAWS_AT_ONCE, seed=1000 * seed)
@@ -349,7 +392,8 @@ def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Ex
 
 
 def _likeliest_settings(logits_V: Tensor, drawn: Tensor) -> str:
-    """Return which setting makes the draws likeliest, in words: a temperature, or a truncation."""
+    """Return which sampling settings make the tokens ``drawn`` likeliest under ``logits_V``, in words: a temperature, a
+    truncation to the likeliest tokens, or both."""
     if len(drawn.unique()) == 1:
         return "temperature 0 (one token alone)"
     rank_V = logits_V.argsort(descending=True).argsort()

@@ -1,4 +1,5 @@
-"""The examination of a model's directory: what ``headrace check model`` does not look at."""
+"""The examination of a model's directory: what ``headrace check model`` does not look at. Each check adds a finding to
+a report."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from headrace.base.errors import HeadraceError
+from headrace.base.errors import HeadraceError, ModelError
 from headrace.models.endings import stop_ids
 from headrace.models.kernels.build import find_compiler
 from headrace.models.load import load_tokenizer
@@ -15,7 +16,8 @@ from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
 
 def examine_directory(directory: Path) -> DoctorReport:
-    """Return how the parts of a model's directory fit each other."""
+    """Check how the parts of a model's directory fit each other, and return the findings: vocabulary, stop tokens, chat
+    template and sampling defaults."""
     report = DoctorReport(subject=f"the model in {directory}")
     path = str(directory)
     try:
@@ -35,7 +37,7 @@ def examine_directory(directory: Path) -> DoctorReport:
 
 
 def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None:
-    """Report whether the embedding of the model has a row for every id of the tokenizer."""
+    """Add a finding to ``report``: whether the embedding of the model has a row for every id of the tokenizer."""
     rows, ids = int(config.vocab_size), tokenizer.get_vocab().values()
     highest = max(ids)
     if highest >= rows:
@@ -52,12 +54,15 @@ def _check_vocabulary(report: DoctorReport, config: Any, tokenizer: Any) -> None
 
 
 def _check_stop_tokens(report: DoctorReport, path: str, config: Any, tokenizer: Any) -> None:
-    """Report which tokens end an answer, and whether the tokenizer's end-of-sequence token is among them."""
-    ends = stop_ids(path, tokenizer.eos_token_id)
+    """Add a finding to ``report``: which tokens end an answer, and whether the tokenizer's end-of-sequence token is
+    among them."""
+    try:
+        ends = stop_ids(path, tokenizer.eos_token_id)
+    except ModelError as error:
+        report.add("ends", Grade.FAIL, error.problem, error.remedy)
+        return
     named = ", ".join(f"{each} {tokenizer.convert_ids_to_tokens(each)!r}" for each in ends)
-    if not ends:
-        report.add("ends", Grade.FAIL, "no token ends an answer", "set eos_token_id in generation_config.json")
-    elif tokenizer.eos_token_id not in ends:
+    if tokenizer.eos_token_id not in ends:
         report.add(
             "ends", Grade.WARN, f"answers end with {named}, which the tokenizer's own {tokenizer.eos_token!r} is not "
             "among", "set eos_token_id in generation_config.json to all of them",
@@ -67,7 +72,8 @@ def _check_stop_tokens(report: DoctorReport, path: str, config: Any, tokenizer: 
 
 
 def _check_chat_template(report: DoctorReport, tokenizer: Any) -> None:
-    """Report whether the chat template renders a user's message, and whether the tokenizer knows what it writes."""
+    """Add a finding to ``report``: whether the chat template renders a user's message, and whether the tokenizer knows
+    all that it writes."""
     if tokenizer.chat_template is None:
         report.add("chat template", Grade.NOTE, "none: chats are refused, completions work")
         return
@@ -92,7 +98,8 @@ def _check_chat_template(report: DoctorReport, tokenizer: Any) -> None:
 
 
 def _check_sampling_defaults(report: DoctorReport, directory: Path) -> None:
-    """Report the sampling settings in ``generation_config.json``, if it has some, because other servers use them."""
+    """Add a finding to ``report`` if ``generation_config.json`` sets sampling settings, because other servers use
+    them."""
     try:
         tree = json.loads((directory / "generation_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,5 @@
-"""The examination of this machine: what will be slow or fail, before a run finds out."""
+"""The examination of this machine: what will be slow or fail, before a run finds out. Each check adds a finding to a
+report."""
 
 from __future__ import annotations
 
@@ -23,26 +24,29 @@ from headrace.wings.doctor.report import DoctorReport, Fault, Grade
 
 GIB = 2**30
 FEWEST_FILES = 4096
-"""Open files that a run with many environments may need."""
+"""Number of open files that a run with many environments may need."""
 LEAST_MEMORY = 4 * GIB
+"""Memory in bytes below which only small models can be used."""
 LEAST_SHARED = GIB
 """Shared memory in bytes below which the weights of all but small models do not fit."""
 CLOCK_SKEW_S = 5.0
+"""Difference between the clocks of the machine and of its file system, in seconds, above which a warning is due."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachinePlaces:
-    """The places of this machine that are read, which tests replace."""
+    """The folders of the operating system that the examination reads; tests replace them by folders of their own."""
 
     root: Path = Path("/")
-    """The root under which ``proc`` and ``sys`` are."""
+    """The folder that has ``proc`` and ``sys``."""
     shared: Path | None = None
-    """The folder of shared memory; ``None`` for that of a run."""
+    """The folder of shared memory; ``None`` for the one that runs use."""
     cache: Path | None = None
-    """The folder of compiled kernels; ``None`` for that of a run."""
+    """The folder of compiled kernels; ``None`` for the one that runs use."""
 
     def read(self, path: str) -> str:
-        """Return the text of a file of the system; empty where there is none."""
+        """Return the text of the file ``path``, relative to the root, without spaces at its ends; empty where it cannot
+        be read."""
         try:
             return (self.root / path).read_text(encoding="utf-8").strip()
         except (OSError, UnicodeDecodeError):
@@ -50,7 +54,7 @@ class MachinePlaces:
 
 
 def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> DoctorReport:
-    """Return what is slow or missing on this machine."""
+    """Check this machine, and return the findings: what will be slow, is missing, or would make a run fail."""
     places = places or MachinePlaces()
     report = DoctorReport(subject="this machine")
     _check_processors(report, places)
@@ -65,7 +69,8 @@ def examine_machine(clock: Clock, places: MachinePlaces | None = None) -> Doctor
 
 
 def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
-    """Report how many cores a process may use, and whether the control group grants as much time."""
+    """Add a finding to ``report``: how many cores a process may use, and whether its control group grants the time of
+    as many."""
     allowed, quota = num_cores(), _cpu_quota(places)
     total = os.cpu_count() or allowed
     detail = f"{allowed} of {total} cores may be used"
@@ -83,7 +88,8 @@ def _check_processors(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _cpu_quota(places: MachinePlaces) -> float | None:
-    """Return how many processors' time the control group grants; ``None`` for no limit."""
+    """Return how many processors' time the control group grants to the process, which may be a fraction; ``None`` for
+    no limit."""
     quota, _, period = places.read("sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:  # version 1
         quota, period = (places.read(f"sys/fs/cgroup/cpu/cpu.cfs_{each}_us") for each in ("quota", "period"))
@@ -93,7 +99,8 @@ def _cpu_quota(places: MachinePlaces) -> float | None:
 
 
 def _check_memory(report: DoctorReport, places: MachinePlaces) -> None:
-    """Report how much memory a process may use: that of the machine, or the limit of the control group."""
+    """Add a finding to ``report``: how much memory a process may use, that of the machine or the limit of its control
+    group."""
     memory = psutil.virtual_memory()
     limits = [places.read(f"sys/fs/cgroup/{name}") for name in ("memory.max", "memory/memory.limit_in_bytes")]
     limit = min((int(each) for each in limits if each.isdecimal()), default=memory.total)
@@ -107,7 +114,8 @@ def _check_memory(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
-    """Report whether the shared memory has room for the versions of the weights that pass through it."""
+    """Add a finding to ``report``: whether the folder of shared memory has room for the weights, each version of which
+    passes through it."""
     usage = shutil.disk_usage(folder)
     detail = f"{folder} has {usage.free / GIB:.2f} GiB free of {usage.total / GIB:.2f} GiB"
     if usage.free < usage.total / 20 and usage.free < LEAST_SHARED:
@@ -126,7 +134,8 @@ def _check_shared_memory(report: DoctorReport, folder: Path) -> None:
 
 
 def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
-    """Report how many GPUs the driver has, how many a program may use, and whether torch can use them."""
+    """Add findings to ``report``: how many GPUs the driver has, how many a program may use, and whether torch can use
+    them."""
     try:
         present = len(list((places.root / "proc/driver/nvidia/gpus").iterdir()))
     except OSError:
@@ -151,7 +160,7 @@ def _check_gpus(report: DoctorReport, places: MachinePlaces) -> None:
 
 
 def _check_torch(report: DoctorReport, seen: int) -> None:
-    """Report a failure if torch can use fewer than the ``seen`` GPUs that CUDA shows a program."""
+    """Add a failure to ``report`` if torch can use fewer than the ``seen`` GPUs that CUDA shows to a program."""
     import torch
 
     usable = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -164,7 +173,7 @@ def _check_torch(report: DoctorReport, seen: int) -> None:
 
 
 def _check_compiler(report: DoctorReport) -> None:
-    """Report whether there is a C++ compiler, which builds the kernels for processors."""
+    """Add a finding to ``report``: whether there is a C++ compiler, which compiles the kernels for processors."""
     found = find_compiler()
     if found is None:
         report.add(
@@ -176,8 +185,8 @@ def _check_compiler(report: DoctorReport) -> None:
 
 
 def _check_versions(report: DoctorReport) -> None:
-    """Report the versions of Python and of the main packages, each required package whose version is not supported, and
-    which extras are installed."""
+    """Add findings to ``report``: the versions of Python and of the main packages, each required package that is
+    missing or not supported, and which extras are installed."""
     python = ".".join(map(str, sys.version_info[:3]))
     report.add("python", Grade.OK if sys.version_info >= (3, 11) else Grade.FAIL, python)
     wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
@@ -197,14 +206,15 @@ def _check_versions(report: DoctorReport) -> None:
 
 
 def _extra_of(requirement: Requirement) -> str:
-    """Return the extra that a requirement belongs to; empty for one that is always needed."""
+    """Return the extra of the package ``headrace`` that a requirement belongs to, such as ``gem``; empty for one that
+    is always needed."""
     marker = str(requirement.marker or "")
     _, found, rest = marker.partition('extra == "')
     return rest.partition('"')[0] if found else ""
 
 
 def _why_unmet(requirement: Requirement) -> str:
-    """Return how a requirement is not met, in words; empty if it is."""
+    """Return in words why the installed packages do not meet a requirement; empty if they do."""
     try:
         version = metadata.version(requirement.name)
         if requirement.specifier.contains(version, prereleases=True):
@@ -217,7 +227,7 @@ def _why_unmet(requirement: Requirement) -> str:
 
 
 def _check_open_files(report: DoctorReport) -> None:
-    """Report how many files a process may open at once."""
+    """Add a finding to ``report``: how many files a process may open at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = soft < FEWEST_FILES
     hint = f"ulimit -n {FEWEST_FILES}" if hard >= FEWEST_FILES or hard < 0 else "raise the hard limit of open files"
@@ -225,8 +235,8 @@ def _check_open_files(report: DoctorReport) -> None:
 
 
 def _check_cache(report: DoctorReport, clock: Clock, folder: Path) -> None:
-    """Report whether the folder of compiled kernels can be written, and whether the clock of its file system agrees
-    with this machine's."""
+    """Add findings to ``report``: whether the folder of compiled kernels can be written, and whether the clock of its
+    file system agrees with this machine's."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=folder) as file:

@@ -8,19 +8,20 @@ import msgspec
 
 
 class Grade(enum.StrEnum):
-    """The weight of a finding."""
+    """How serious a finding is, from ``OK`` to ``FAIL``."""
 
     OK = "ok"
+    """Nothing is wrong."""
     NOTE = "note"
-    """Something to know, or something that could not be told."""
+    """Something to know, or something that could not be determined."""
     WARN = "warn"
-    """Something that makes a run slow, or other than one may think."""
+    """Something that makes a run slow, or different from what one may expect."""
     FAIL = "FAIL"
     """Something that makes a run fail, or its results wrong."""
 
 
 class Fault(enum.StrEnum):
-    """The faults that are told apart."""
+    """The faults that have a name of their own, by which scripts can tell them apart."""
 
     OTHER_WEIGHTS = "other weights"
     OTHER_ADAPTER = "other adapter"
@@ -38,41 +39,43 @@ class Fault(enum.StrEnum):
 
 
 class DoctorFinding(msgspec.Struct, frozen=True, kw_only=True):
-    """One thing that was looked at."""
+    """The result of one check."""
 
     name: str
-    """What was looked at."""
+    """What was checked, such as ``memory``."""
     level: Grade
+    """How serious it is."""
     detail: str
-    """What was seen, in words."""
+    """What was found, in words."""
     remedy: str = ""
     """What to do; empty where nothing is wrong."""
     fault: Fault | None = None
-    """The fault that this is, if it is one of those that are told apart."""
+    """The fault that was found, if it is one of those with a name; else ``None``."""
 
 
 class DoctorReport(msgspec.Struct, kw_only=True):
-    """All findings about a machine, a directory or a server."""
+    """The findings about a machine, a directory or a server, in the order of the checks."""
 
     subject: str
-    """What was examined."""
+    """What was examined, in words."""
     findings: list[DoctorFinding] = []
 
     @property
     def ok(self) -> bool:
-        """Return whether nothing fails."""
+        """Return whether no finding is a failure."""
         return all(each.level is not Grade.FAIL for each in self.findings)
 
     @property
     def faults(self) -> list[Fault]:
-        """Return the named faults, in the order in which they were found."""
+        """Return the faults with a name, in the order in which they were found."""
         return [each.fault for each in self.findings if each.fault is not None]
 
     def add(self, name: str, level: Grade, detail: str, remedy: str = "", fault: Fault | None = None) -> None:
-        """Append a finding."""
+        """Append a finding with these fields."""
         self.findings.append(DoctorFinding(name=name, level=level, detail=detail, remedy=remedy, fault=fault))
 
     def __str__(self) -> str:
+        """Return the findings as lines of text for the terminal."""
         lines = [self.subject]
         for each in self.findings:
             fault = f"{each.fault}: " if each.fault else ""

@@ -1,4 +1,5 @@
-"""What a served engine tells of itself, over OpenAI's completions: ours, vLLM's, SGLang's.
+"""The questions that ``headrace doctor`` asks a server of OpenAI's completions: Headrace's own, vLLM's, or SGLang's. An
+entry is the logprob of one token at one place of a sequence.
 
 Nothing that a server answers is trusted: it is read as JSON, and shown as text.
 """
@@ -18,12 +19,13 @@ from headrace.engine.remote import NAMED
 from headrace.wings.doctor.candidates import Entries
 
 TOP = 20
-"""Likeliest entries asked for at each token."""
+"""Number of likeliest entries that are asked for at each token."""
 DEADLINE_S = 120.0
+"""Longest wait for an answer, in seconds."""
 
 
 class ServerSilent(HeadraceError):
-    """The error of a server that does not answer, or answers something else than its protocol."""
+    """The error of a server that does not answer, or whose answer does not follow the protocol."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,11 +39,13 @@ class SampledChoice:
 
 
 class ServerProbe:
-    """A client of one server, for one of its models."""
+    """A client of the server that is examined, for one of its models."""
 
     def __init__(
         self, url: str, *, token: str = "", model: str = "", transport: httpx.BaseTransport | None = None
     ) -> None:
+        """``token`` is the key of the server (empty: none), ``model`` the name of the model in requests (empty: the
+        first that is served, which :meth:`models` finds out); ``transport`` replaces the network in tests."""
         base = url.rstrip("/").removesuffix("/v1")
         headers = {"authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(base_url=base, headers=headers, timeout=DEADLINE_S, transport=transport)
@@ -57,7 +61,8 @@ class ServerProbe:
         self._http.close()
 
     def models(self) -> list[str]:
-        """Return the names of the models that are served, and take the first one unless another was chosen."""
+        """Return the names of the models that are served, and choose the first one for all requests unless one was
+        named. Raises :class:`~headrace.base.errors.ConfigError` if the named model is not served."""
         answer = self._ask("GET", "/v1/models")
         names = [str(each["id"]) for each in answer.get("data", []) if isinstance(each, dict) and "id" in each]
         if not names:
@@ -71,12 +76,13 @@ class ServerProbe:
         return names
 
     def refuses_token(self, token: int) -> bool:
-        """Return whether the server refuses a prompt that holds ``token``."""
+        """Return whether the server refuses a prompt that holds the token id ``token``, as it does for an id beyond its
+        vocabulary."""
         return self._post("/v1/completions", prompt=[token], max_tokens=1, temperature=0) is None
 
     def prompt_entries(self, sequences: list[list[int]]) -> Entries | None:
-        """Return the logprobs of given tokens, and the likeliest entries beside them; ``None`` where the server tells
-        none of prompts."""
+        """Return the server's logprobs of the tokens of ``sequences``, sent as prompts, and of the likeliest tokens
+        beside each; ``None`` if the server does not return logprobs of prompts."""
         parts: list[tuple[int, int, int, float]] = []
         for number, ids in enumerate(sequences):
             body = {"prompt": ids, "echo": True, "logprobs": TOP, "max_tokens": 1, "temperature": 1.0}
@@ -87,8 +93,8 @@ class ServerProbe:
         return _as_columns(sequences, parts)
 
     def sampled_entries(self, prompts: list[list[int]], num_tokens: int) -> Entries | None:
-        """Return the logprobs of sampled tokens and the likeliest entries beside them; ``None`` where the server does
-        not tell which tokens they are."""
+        """Let the server sample ``num_tokens`` tokens after each prompt, at temperature 1. Return the logprobs of these
+        tokens, and of the likeliest tokens beside each; ``None`` if the server does not return the ids of tokens."""
         sequences, parts = [], list[tuple[int, int, int, float]]()
         for number, prompt in enumerate(prompts):
             body = {"prompt": prompt, "logprobs": TOP, "max_tokens": num_tokens, "temperature": 1.0, "top_p": 1.0}
@@ -101,7 +107,8 @@ class ServerProbe:
         return _as_columns(sequences, parts)
 
     def sample(self, prompt: list[int], **body: Any) -> list[SampledChoice] | None:
-        """Return the choices that the server samples after ``prompt``; ``None`` where it does not tell their tokens."""
+        """Return the choices that the server samples after ``prompt``, with further fields of the request in ``body``;
+        ``None`` if it refuses the request or does not return the ids of the tokens."""
         answer = self._post("/v1/completions", prompt=prompt, logprobs=0, return_tokens_as_token_ids=True, **body)
         found = []
         for choice in (answer or {}).get("choices", []):
@@ -115,20 +122,22 @@ class ServerProbe:
         return found or None
 
     def tokenize(self, **body: Any) -> list[int] | None:
-        """Return the tokens of a prompt or of messages; ``None`` where the server does not tell."""
+        """Return the token ids that the server makes of a ``prompt`` or of ``messages``; ``None`` if it has no such
+        route."""
         answer = self._post("/tokenize", **body)
         tokens = (answer or {}).get("tokens")
         return [int(each) for each in tokens] if isinstance(tokens, list) else None
 
     def count_chat(self, messages: Sequence[Mapping[str, str]]) -> int | None:
-        """Return how many tokens the server makes of a chat; ``None`` where it refuses it."""
+        """Return how many tokens the server makes of the messages of a chat; ``None`` if it refuses them."""
         answer = self._post("/v1/chat/completions", messages=list(messages), max_tokens=1)
         usage = (answer or {}).get("usage") or {}
         return int(usage["prompt_tokens"]) if "prompt_tokens" in usage else None
 
     def _logprobs(self, body: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the field ``logprobs`` of the first choice of a completion; ``None`` if there is none. A server that
-        refuses the number of entries, or ids as the names of tokens, is asked for 5 entries in its own form."""
+        """Send a completion request, and return the field ``logprobs`` of its first choice; ``None`` if there is none.
+        If the server refuses the number of entries, or ids as the names of tokens, it is asked for 5 entries in its own
+        form."""
         answer = self._post("/v1/completions", **body, return_tokens_as_token_ids=True)
         if answer is None:
             answer = self._post("/v1/completions", **{**body, "logprobs": 5})
@@ -137,7 +146,8 @@ class ServerProbe:
         return returned if isinstance(returned, dict) else None
 
     def _post(self, path: str, **body: Any) -> dict[str, Any] | None:
-        """Return the answer; ``None`` where the server refuses the request (400, 404, 422)."""
+        """Send a POST request for the chosen model with the fields ``body``. Return the JSON answer; ``None`` if the
+        server refuses the request (400, 404, 405, 422, 501). Raises :class:`ServerSilent` for another error."""
         try:
             return self._ask("POST", path, {"model": self.model, **body})
         except httpx.HTTPStatusError as error:
@@ -149,8 +159,8 @@ class ServerProbe:
             ) from None
 
     def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object that the server answers. Raises :class:`ServerSilent` if it gives none, and httpx's
-        error for the status of a refused POST."""
+        """Send a request and return the JSON object that the server answers. Raises :class:`ServerSilent` if it answers
+        none, and httpx's ``HTTPStatusError`` for the status of a refused POST."""
         try:
             answer = self._http.request(method, path, json=body)
             if method == "POST" or answer.status_code < 400:
@@ -174,7 +184,7 @@ class ServerProbe:
 
 
 def _ids_of(names: Sequence[Any]) -> list[int] | None:
-    """Return the ids in names of the form ``token_id:N``; ``None`` if one has another form."""
+    """Return the token ids in ``names``, which have the form ``token_id:N``; ``None`` if one has another form."""
     ids = [str(name).removeprefix(NAMED) for name in names if str(name).startswith(NAMED)]
     return [int(each) for each in ids] if len(ids) == len(names) and all(each.isdecimal() for each in ids) else None
 
@@ -182,8 +192,9 @@ def _ids_of(names: Sequence[Any]) -> list[int] | None:
 def _read_entries(
     returned: Mapping[str, Any], number: int, ids: list[int], first: int
 ) -> list[tuple[int, int, int, float]]:
-    """Return the entries of one answer whose first logprob is that of token ``first``: (sequence, place, id,
-    logprob)."""
+    """Return the entries (sequence, place, token id, logprob) of one answer about sequence ``number``, whose token ids
+    are ``ids``. ``returned`` is the field ``logprobs`` of the answer, and its first logprob is that of token
+    ``first``."""
     own, tops = returned["token_logprobs"], returned.get("top_logprobs") or []
     parts = []
     for place in range(max(first, 1), len(ids)):
@@ -197,7 +208,7 @@ def _read_entries(
 
 
 def _as_columns(sequences: list[list[int]], parts: list[tuple[int, int, int, float]]) -> Entries | None:
-    """Return the entries (sequence, place, id, logprob) as columns; ``None`` if there are none."""
+    """Return the entries ``parts`` (sequence, place, token id, logprob) as columns; ``None`` if there are none."""
     if not parts:
         return None
     sequence, place, token, logprob = zip(*parts, strict=True)

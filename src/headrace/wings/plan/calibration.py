@@ -36,6 +36,7 @@ there."""
 LEAST_STEPS = 10
 """Smallest number of steps that must remain."""
 PARTS = 10
+"""Number of parts into which a run is divided, with one point (batch size, seconds of a step) for each."""
 SPREAD = 1.3
 """Smallest ratio of largest to smallest batch size at which a line is fitted to the points."""
 MOST_LENGTHS = 4096
@@ -49,25 +50,29 @@ class RunRecording:
     name: str
     """Name of the run in messages."""
     steps: Sequence[StepRecord]
-    """Steps of the run's last life."""
+    """Records of the steps since the run was last started or resumed."""
     spans: Sequence[Span]
+    """The event trace: what each part of the run (its lane, such as ``engine``, ``rollout`` or ``sync``) did between
+    two times."""
     lengths: Sequence[int]
     """Number of sampled tokens of each episode."""
     config: Mapping[str, Any]
+    """The settings of the run, by section and key."""
 
     def setting(self, section: str, key: str, default: int) -> int:
-        """Return an integer setting of the run, or ``default`` if it is not set."""
+        """Return the integer setting ``key`` of the table ``section`` of the run, or ``default`` if it is not set."""
         value = self.config.get(section, {}).get(key)
         return value if isinstance(value, int) else default
 
 
 def calibrated(*run_dirs: Path) -> Measured:
-    """Return the costs of engine, learner and sync that the runs in these directories show."""
+    """Return the costs of engine, learner and sync that the runs in these directories show; see :func:`calibrate`."""
     return calibrate([recording(each) for each in run_dirs])
 
 
 def recording(run_dir: Path) -> RunRecording:
-    """Read the directory of a run; raise :class:`~headrace.base.errors.DataError` if it holds no run."""
+    """Return the data of the run in the directory ``run_dir``; raise :class:`~headrace.base.errors.DataError` if it
+    holds no run."""
     run = load_run(run_dir)
     browser = Browser.of_run(run_dir)
     try:
@@ -107,7 +112,8 @@ def calibrate(runs: Sequence[RunRecording]) -> Measured:
 
 
 def _require_data(run: RunRecording) -> RunRecording:
-    """Return ``run`` if it has enough steps and a trace. Raises :class:`~headrace.base.errors.DataError` otherwise."""
+    """Return ``run`` if it has enough steps, a trace of its engine and episodes to calibrate with. Raises
+    :class:`~headrace.base.errors.DataError` otherwise."""
     left = len(run.steps) - SKIPPED
     if left < LEAST_STEPS:
         raise DataError(
@@ -124,7 +130,8 @@ def _require_data(run: RunRecording) -> RunRecording:
 
 
 def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
-    """Yield (batch size, seconds of a step) for each part of the run."""
+    """Yield (batch size, seconds of an engine's step) for each of the :data:`PARTS` of the run in which the engine
+    worked."""
     steps = run.steps[SKIPPED - 1 :]
     engines = run.setting("engine", "count", 1)
     counts_steps = run.config.get("engine", {}).get("kind") == "native"
@@ -143,7 +150,8 @@ def _points(run: RunRecording) -> Iterable[tuple[float, float]]:
 
 
 def _within(spans: Iterable[Span], within: tuple[float, float], selected: Any) -> float:
-    """Return the summed seconds that the selected spans overlap with the interval ``within``."""
+    """Return the summed seconds for which the spans that ``selected`` accepts overlap with the interval ``within`` =
+    (begin, end)."""
     begin, end = within
     return sum(
         max(0.0, min(span.end_s, end) - max(span.start_s, begin)) for span in spans if selected(span)
@@ -151,7 +159,8 @@ def _within(spans: Iterable[Span], within: tuple[float, float], selected: Any) -
 
 
 def _episode_s(run: RunRecording) -> float:
-    """Return the processor time of the controller per finished episode; 0 if it was not recorded."""
+    """Return the seconds of processor time that the controller spends on each finished episode; 0 if they were not
+    recorded."""
     steps = run.steps[SKIPPED - 1 :]
     begin, end = steps[0].clock_s, steps[-1].clock_s
     cores = [used for step in steps[1:] if (used := step.metrics.get("cpu/controller")) is not None]
@@ -172,9 +181,10 @@ def _fit_line(points: np.ndarray[Any, np.dtype[np.float64]]) -> Linear:
 
 
 def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
-    """Return the fixed seconds of a step and the tokens per second, from a line if batches differ in size. The time of
-    a step is that between two records without the wait for its batch and the copy of its weights, so that it includes
-    the time lost to other processes on the same machine."""
+    """Return the fixed seconds of a training step and the tokens that are trained per second beside these, from a line
+    through (tokens, seconds) if batches differ in size; otherwise the fixed time is 0. The time of a step is that
+    between two records without the wait for its batch and the copy of its weights, so that it includes the time lost to
+    other processes on the same machine."""
     pairs = [pair for run in runs for pair in pairwise(run.steps[SKIPPED - 1 :])]
     tokens = np.array([step.metrics.get("tokens") or step.trained_tokens for _, step in pairs], np.float64)
     held_s = [step.clock_s - before.clock_s - step.wait_s - before.exposed_sync_s for before, step in pairs]
@@ -188,7 +198,8 @@ def _training(runs: Sequence[RunRecording]) -> tuple[float, float]:
 
 
 def _sync(runs: Sequence[RunRecording], steps: Sequence[StepRecord]) -> SyncCost:
-    """Return the costs of the weight sync as the runs measured them."""
+    """Return the costs of the weight sync as the runs measured them; ``steps`` are those of all runs without the first
+    ones."""
     transfers = [
         span.end_s - span.start_s
         for run in runs
@@ -218,7 +229,7 @@ def _prompt_tokens(run: RunRecording) -> float:
 
 
 def _reward_s(run: RunRecording) -> float:
-    """Return the typical time of a reward: the first quartile, because the spans of rewards computed at once overlap
-    and are longer."""
+    """Return the typical seconds that a reward takes: the first quartile, because the spans of rewards computed at once
+    overlap and are longer. 0 if none was recorded."""
     spans = [span.end_s - span.start_s for span in run.spans if span.lane == "scoring" and span.name == "score"]
     return float(np.quantile(spans, 0.25)) if spans else 0.0

@@ -60,7 +60,7 @@ class Cluster(Section):
 
     @property
     def device(self) -> Accelerator:
-        """Return the figures of one accelerator."""
+        """Return the figures of one accelerator: those set in the file, and the catalogue's for the others."""
         given = {
             key: value
             for key in ("peak_tflops", "bandwidth_gb_s", "memory_gb")
@@ -73,10 +73,11 @@ class Cluster(Section):
 
     @property
     def constant(self) -> bool:
-        """Return whether the plan uses constant rates."""
+        """Return whether the plan uses the constant rates of the file instead of the roofline."""
         return self.generation_tok_s is not None and self.training_tok_s is not None
 
     def __str__(self) -> str:
+        """Return the number and the name of the accelerators, such as ``8 × H100``."""
         return f"{self.count} × {self.accelerator}"
 
 
@@ -91,5 +92,6 @@ class ClusterFile(Section):
 
 
 def load_cluster(path: Path) -> ClusterFile:
-    """Read and validate the cluster file at ``path``."""
+    """Read and validate the cluster file (TOML) at ``path``. Raises :class:`~headrace.base.errors.ConfigError` for
+    invalid settings."""
     return validate(ClusterFile, load_toml(path, "cluster file"))

@@ -17,7 +17,7 @@ from headrace.base.types.weights import Interrupt
 
 
 class EngineCost(Protocol):
-    """The cost model of one engine."""
+    """The cost model of one engine, which the simulated engines ask for the duration of their work."""
 
     def step_s(self, num: int, context: float) -> float:
         """Return the seconds of a step that samples one token for each of ``num`` sequences with ``context`` cached
@@ -59,6 +59,7 @@ class Roofline:
         return max(read / self.bandwidth, num * self.flop_per_token / self.flops) + self.overhead_s
 
     def prefill_s(self, tokens: float) -> float:
+        """Return the seconds to prefill that many prompt tokens, which only arithmetic limits."""
         return tokens * self.flop_per_token / self.flops
 
 
@@ -67,8 +68,10 @@ class ConstantRate:
     """A cost model with a constant number of tokens per second at any batch size; prefill takes no time."""
 
     tok_s: float
+    """Tokens per second of one engine."""
 
     def step_s(self, num: int, context: float) -> float:
+        """Return the seconds of a step of ``num`` sequences: one token for each, at the constant rate."""
         return num / self.tok_s
 
     def prefill_s(self, tokens: float) -> float:
@@ -81,20 +84,25 @@ class Linear:
     """A cost model in which a step takes a fixed time, a time per sequence and a time per cached token."""
 
     fixed_s: float
+    """Seconds of a step, however large the batch."""
     sequence_s: float = 0.0
+    """Seconds of a step for each sequence of the batch."""
     context_s: float = 0.0
+    """Seconds of a step for each cached token of all sequences."""
     prompt_token_s: float = 0.0
     """Seconds of prefill per prompt token."""
 
     def step_s(self, num: int, context: float) -> float:
+        """Return the seconds of a step of ``num`` sequences with ``context`` cached tokens in total."""
         return self.fixed_s + num * self.sequence_s + context * self.context_s
 
     def prefill_s(self, tokens: float) -> float:
+        """Return the seconds to prefill that many prompt tokens."""
         return tokens * self.prompt_token_s
 
 
 class LearnerCost(Protocol):
-    """The cost model of the learner."""
+    """The cost model of the whole learner, on all its accelerators."""
 
     def step_s(self, tokens: float, squares: float) -> float:
         """Return the seconds to train samples with ``tokens`` tokens in total, the squares of whose lengths add up to
@@ -118,6 +126,8 @@ class TrainingFlops:
     """Fixed time of a step: the optimizer, gathering parameters, kernel launches."""
 
     def step_s(self, tokens: float, squares: float) -> float:
+        """Return the seconds to train samples with ``tokens`` tokens in total, whose squared lengths add up to
+        ``squares``."""
         return (tokens * self.flop_per_token + squares * self.flop_per_square) / self.flops + self.fixed_s
 
 
@@ -126,9 +136,12 @@ class TrainingRate:
     """A cost model with a constant number of tokens per second and a fixed time per step."""
 
     tok_s: float
+    """Trained tokens per second of the whole learner."""
     fixed_s: float = 0.0
+    """Seconds of a step, however large the batch."""
 
     def step_s(self, tokens: float, squares: float) -> float:
+        """Return the seconds to train ``tokens`` tokens; the lengths of the samples do not matter here."""
         return tokens / self.tok_s + self.fixed_s
 
 
@@ -154,9 +167,12 @@ class FailureCost:
     distributed."""
 
     engine_mtbf_s: float = float("inf")
+    """Mean seconds between two failures of one engine; infinite if none fails."""
     engine_restart_s: float = 120.0
     """Seconds until a failed engine serves again; its sequences continue on other engines, which prefill them again."""
     learner_mtbf_s: float = float("inf")
+    """Mean seconds between two failures of the learner; infinite if it never fails."""
     learner_restart_s: float = 600.0
+    """Seconds until a failed learner trains again, from its last checkpoint."""
     checkpoint_steps: int = 50
     """Number of steps between two checkpoints; after a failure, half of them are repeated on average."""

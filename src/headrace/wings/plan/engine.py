@@ -34,14 +34,16 @@ WAITING_INTERRUPTS = (Interrupt.DRAIN, Interrupt.BATCH)
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedAnswer:
-    """An answer that is being sampled."""
+    """An answer of the model that a simulated engine samples, now or later."""
 
     ended: Callable[[SimulatedAnswer], None]
     """The function that is called with the answer when its last token has been sampled."""
     left: float
-    """Number of tokens that remain to be sampled; a fraction between two steps of the engine."""
+    """Number of tokens that remained to be sampled when the answer last joined or left a batch; not always whole,
+    because an answer may leave between two steps."""
     context: float
-    """Number of tokens of the prompt and of the part of the answer that is sampled."""
+    """Number of tokens of the prompt and of the part of the answer that was sampled when it last joined or left a
+    batch."""
     uncached: float
     """Number of context tokens to prefill when the answer joins a batch; the others are cached."""
     versions: dict[int, float] = field(default_factory=dict)
@@ -56,7 +58,7 @@ class SimulatedAnswer:
 
 @dataclass(slots=True, kw_only=True)
 class EngineCounts:
-    """Totals of one engine, or of several."""
+    """Totals of one simulated engine since its start, or of several together."""
 
     busy_s: float = 0.0
     """Time spent in steps, prefill included."""
@@ -73,7 +75,8 @@ class EngineCounts:
 
 
 class SimulatedEngine:
-    """One engine: a group of accelerators that serves one copy of the model."""
+    """One engine: a group of accelerators that serves one copy of the model. Its owner calls :meth:`settle` after every
+    change, so that the next event is scheduled."""
 
     def __init__(
         self,
@@ -84,8 +87,9 @@ class SimulatedEngine:
         cache_tokens: float,
         changed: dict[SimulatedEngine, None],
     ) -> None:
-        """Create an idle engine with version 0. The engine adds itself to ``changed`` whenever its next event may have
-        changed, and must then be settled."""
+        """Create an idle engine with version 0, whose batch holds at most ``max_sequences`` answers and whose cache at
+        most ``cache_tokens`` tokens. The engine adds itself to ``changed`` whenever its next event may have changed,
+        and must then be settled."""
         self._events, self._cost = events, cost
         self._max_sequences, self._cache_tokens = max_sequences, cache_tokens
         self._changed = changed
@@ -95,19 +99,25 @@ class SimulatedEngine:
         self.context = 0.0
         """Number of tokens in the cache."""
         self.waiting: deque[SimulatedAnswer] = deque()
+        """Answers that wait to join the batch, in order."""
         self.up = True
+        """Whether the engine runs; ``False`` between a failure and the restart."""
         self.draining = False
         """Whether the engine lets its sequences finish in order to commit."""
         self._may_join = 0
         """While draining, number of waiting sequences that are still served before the commit."""
         self._steps = 0.0
+        """Step count: number of steps of the engine so far, not always whole."""
         self._batch: list[tuple[float, int, SimulatedAnswer]] = []
+        """Heap of the batch by the step count at which each answer ends; outdated entries are dropped when met."""
         self._by_arrival: list[SimulatedAnswer] = []
         self._tie_breakers = count()
         self._updated_s = self._stalled_until_s = 0.0
         self._token_s = 0.0
+        """Seconds of a step until the next event."""
         self._event_number = 0
         self._version_starts: list[float] = [0.0]
+        """Step count at which each of ``_versions`` came into use."""
         self._versions: list[int] = [0]
 
     @property
@@ -117,7 +127,7 @@ class SimulatedEngine:
 
     @property
     def load(self) -> int:
-        """Return the number of sequences, waiting ones included."""
+        """Return the number of answers in the batch and in the queue, by which requests are routed."""
         return self.num + len(self.waiting)
 
     # --- sequences
@@ -129,7 +139,7 @@ class SimulatedEngine:
         self._changed[self] = None
 
     def withdraw(self, answer: SimulatedAnswer) -> None:
-        """Remove an answer that is no longer needed."""
+        """Remove an answer that is no longer needed from the batch or the queue."""
         self.advance()
         if answer.running:
             self._leave(answer)
@@ -139,7 +149,7 @@ class SimulatedEngine:
         self._changed[self] = None
 
     def settle(self) -> None:
-        """Let waiting sequences join, and schedule the next event."""
+        """Let waiting answers join the batch, and schedule the next event: the end of an answer, or a full cache."""
         self.advance()
         if self.up:
             self._fill_batch()
@@ -155,7 +165,7 @@ class SimulatedEngine:
         )
 
     def advance(self) -> None:
-        """Update the counts to the current time."""
+        """Update step count, cache and totals to the current time, with the constant step time since the last event."""
         now_s, since_s = self._events.now_s, self._updated_s
         if now_s == since_s:
             return
@@ -170,7 +180,8 @@ class SimulatedEngine:
         self.counts.busy_s += now_s - since_s
 
     def _on_event(self, number: int) -> None:
-        """Handle the time at which the next sequence ends or the cache is full."""
+        """Handle the time at which the next answer ends or the cache is full. ``number`` is that of the event when it
+        was scheduled."""
         if number != self._event_number:
             return  # outdated: the engine was settled again after this event was scheduled
         self.advance()
@@ -187,18 +198,19 @@ class SimulatedEngine:
             answer.engine = None
 
     def _first_end(self) -> float:
-        """Return the step count at which the first sequence of the batch ends."""
+        """Return the step count at which the first answer of the batch ends."""
         while not self._is_valid(self._batch[0]):
             heapq.heappop(self._batch)
         return self._batch[0][0]
 
     def _is_valid(self, entry: tuple[float, int, SimulatedAnswer]) -> bool:
-        """Return whether a heap entry is valid: its sequence still runs here and was not restarted since the entry was
-        made."""
+        """Return whether an entry of the heap is up to date: its answer still runs here and has not begun again since
+        the entry was made."""
         end, _, answer = entry
         return answer.running and answer.engine is self and end == answer.joined_at + answer.left
 
     def _running(self) -> list[SimulatedAnswer]:
+        """Return the answers in the batch, in the order in which they end."""
         return [entry[2] for entry in sorted(self._batch) if self._is_valid(entry)]
 
     def _fill_batch(self) -> None:
@@ -218,14 +230,15 @@ class SimulatedEngine:
             self._by_arrival.append(answer)
 
     def _prefill(self, tokens: float) -> None:
-        """Prefill tokens: the whole batch stands still meanwhile."""
+        """Add the time to prefill ``tokens`` tokens, during which the whole batch stands still."""
         seconds = self._cost.prefill_s(tokens)
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + seconds
         self.counts.prefill_s += seconds
         self.counts.busy_s += seconds
 
     def _leave(self, answer: SimulatedAnswer, *, finished: bool = False) -> None:
-        """Remove an answer from the batch, and record its tokens by version."""
+        """Remove an answer from the batch, and record its new tokens by the version that sampled them. With
+        ``finished``, its last token has been sampled."""
         received = answer.left if finished else min(answer.left, self._steps - answer.joined_at)
         for version, tokens in self._by_version(answer.joined_at, answer.joined_at + received):
             answer.versions[version] = answer.versions.get(version, 0.0) + tokens
@@ -241,7 +254,8 @@ class SimulatedEngine:
             self._by_arrival = [each for each in self._by_arrival if each.running and each.engine is self]
 
     def _by_version(self, begin: float, end: float) -> Iterator[tuple[int, float]]:
-        """Yield each version in use between two step counts, with the number of steps that it was in use."""
+        """Yield each version that was in use between two step counts, with the number of steps for which it was in
+        use."""
         place = bisect_right(self._version_starts, begin) - 1
         while begin < end:
             until = self._version_starts[place + 1] if place + 1 < len(self._version_starts) else end
@@ -262,25 +276,27 @@ class SimulatedEngine:
             self.counts.preempted += 1
 
     def progress(self, answer: SimulatedAnswer) -> float:
-        """Return the number of tokens that an answer received since it joined the batch."""
+        """Return the number of tokens that an answer has received since it joined the batch; 0 if it is not in it."""
         self.advance()
         return min(answer.left, self._steps - answer.joined_at) if answer.running else 0.0
 
     # --- weights
 
     def drain(self, mode: Interrupt) -> None:
-        """Let running sequences finish before the commit; with ``Interrupt.BATCH`` also those that wait now."""
+        """Begin to wait for running answers to finish before a commit; with ``Interrupt.BATCH`` also for those that are
+        in the queue now."""
         self.draining = True
         self._may_join = len(self.waiting) if mode is Interrupt.BATCH else 0
         self._changed[self] = None
 
     @property
     def drained(self) -> bool:
-        """Return whether no sequence remains to be served before the commit."""
+        """Return whether no answer is left to be finished before the commit."""
         return not self.num and not self._may_join
 
     def swap(self, version: int, mode: Interrupt, gap_s: float) -> None:
-        """Replace the weights by those of ``version``, and treat running sequences as ``mode`` says."""
+        """Replace the weights by those of ``version``, which takes ``gap_s`` seconds, and treat running answers as the
+        interrupt ``mode`` says: they continue, are prefilled again, or begin again."""
         self.advance()
         self.draining = False
         self._stalled_until_s = max(self._stalled_until_s, self._updated_s) + gap_s
@@ -296,7 +312,7 @@ class SimulatedEngine:
         self._changed[self] = None
 
     def _restart_running(self) -> None:
-        """Let all running answers begin again, without the tokens that they had."""
+        """Let all running answers begin again; the tokens that they had are discarded and counted as wasted."""
         for answer in self._running():
             received = self._steps - answer.joined_at
             self.counts.wasted += received
@@ -324,7 +340,7 @@ class SimulatedEngine:
         return unfinished
 
     def restart(self, version: int) -> None:
-        """Serve again, with the weights of ``version``."""
+        """Serve again after a failure, with the weights of ``version``."""
         self.advance()
         self.up = True
         self._version_starts.append(self._steps)

@@ -20,6 +20,7 @@ class EventQueue:
     """
 
     def __init__(self) -> None:
+        """Create an empty queue at time 0."""
         self.now_s = 0.0
         self._heap: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
         self._numbers = count()

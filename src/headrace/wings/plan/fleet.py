@@ -22,7 +22,8 @@ _STOPPING_INTERRUPTS = frozenset(Interrupt) - {Interrupt.INFLIGHT, Interrupt.STR
 
 
 class SimulatedFleet:
-    """A set of identical engines."""
+    """A set of ``count`` identical engines, with the routing of answers, commits and failures. After each event, the
+    simulation calls :meth:`settle`."""
 
     def __init__(
         self,
@@ -36,6 +37,9 @@ class SimulatedFleet:
         failures: FailureCost,
         rng: np.random.Generator,
     ) -> None:
+        """Create ``count`` idle engines with version 0, each with the cost model ``cost`` and room for
+        ``max_sequences`` answers and ``cache_tokens`` cached tokens. ``sync`` and ``failures`` say how they commit and
+        fail, and ``rng`` draws the times of failures."""
         self._events, self._sync, self._failures, self._rng = events, sync, failures, rng
         self._changed: dict[SimulatedEngine, None] = {}
         self._engines_by_load: dict[int, dict[SimulatedEngine, None]] = {}
@@ -59,8 +63,9 @@ class SimulatedFleet:
     # --- sequences
 
     def put(self, answer: SimulatedAnswer, near: SimulatedEngine | None) -> SimulatedEngine | None:
-        """Route an answer and return its engine: ``near``, unless it is clearly more loaded than others. Return
-        ``None`` if no engine is up; the answer then waits for one."""
+        """Route an answer and return its engine: ``near``, which has its context in the cache, unless that is clearly
+        more loaded than others (``None``: no engine has it). Return ``None`` if no engine is up; the answer then waits
+        for one."""
         engine = self._choose(near)
         if engine is None:
             self._unrouted.append(answer)
@@ -71,7 +76,7 @@ class SimulatedFleet:
         return engine
 
     def withdraw(self, answer: SimulatedAnswer) -> bool:
-        """Remove an answer that is no longer needed, and return whether it was here."""
+        """Remove an answer that is no longer needed, and return whether an engine or the queue had it."""
         if answer.engine is not None:
             answer.engine.withdraw(answer)
             return True
@@ -82,7 +87,7 @@ class SimulatedFleet:
 
     def _choose(self, near: SimulatedEngine | None) -> SimulatedEngine | None:
         """Return the engine for an answer: ``near``, which has its context in the cache, unless it has much more load
-        than the least loaded one. ``None`` if no engine runs."""
+        than the least loaded one. ``None`` if no engine is up."""
         if not self._indexed_load:  # all engines drain for a commit, or are down
             alive = [engine for engine in self.engines if engine.up]
             return near if near in alive else min(alive, key=lambda engine: engine.load, default=None)
@@ -103,8 +108,8 @@ class SimulatedFleet:
             self._index(engine)
 
     def _index(self, engine: SimulatedEngine) -> None:
-        """Index the engine by its load, as the last of its equals; draining engines and those that are down are not
-        indexed."""
+        """Index the engine by its load, behind others of the same load. Engines that drain for a commit, or are down,
+        are removed from the index."""
         before = self._indexed_load.pop(engine, None)
         if before is not None:
             del self._engines_by_load[before][engine]
@@ -114,7 +119,8 @@ class SimulatedFleet:
             self._smallest_load = min(self._smallest_load, load)
 
     def settle(self) -> None:
-        """Settle every engine that changed at the current time."""
+        """Settle every engine that changed at the current time, and let those commit whose last answers have
+        finished."""
         while self._changed:
             engine, _ = self._changed.popitem()
             engine.settle()
@@ -126,7 +132,8 @@ class SimulatedFleet:
     # --- weights
 
     def commit(self, version: int, committed: Callable[[], None]) -> None:
-        """Commit ``version`` on all engines, a limited number at once; ``committed`` is called when all use it."""
+        """Commit ``version`` on all engines, as many at once as the sync allows; ``committed`` is called when all use
+        it."""
         self._target_version, self._committed = version, committed
         self._to_commit = deque(engine for engine in self.engines if engine.up)
         self._commit_next()
@@ -150,7 +157,7 @@ class SimulatedFleet:
             committed()
 
     def _swap(self, engine: SimulatedEngine) -> None:
-        """Let one engine commit the newest version, and note when the commits of this moment have ended."""
+        """Let one engine commit the newest version, and schedule the end of all commits that begin now."""
         engine.swap(self._target_version, self._sync.interrupt, self._sync.gap_s)
         if engine not in self._indexed_load:
             self._index(engine)
@@ -161,6 +168,7 @@ class SimulatedFleet:
         together.append(engine)
 
     def _swapped(self, started_s: float) -> None:
+        """Handle the end of the commits that began at ``started_s``: other engines may commit now."""
         for engine in self._swapping.pop(started_s):
             self._committing.pop(engine, None)
         self._commit_next()
@@ -168,6 +176,7 @@ class SimulatedFleet:
     # --- life
 
     def _schedule_failure(self, engine: SimulatedEngine) -> None:
+        """Draw the time of the engine's next failure, if engines fail at all."""
         if self._failures.engine_mtbf_s < float("inf"):
             self._events.after(self._rng.exponential(self._failures.engine_mtbf_s), self._fail, engine)
 
@@ -185,6 +194,7 @@ class SimulatedFleet:
             self._events.after(0.0, self._commit_next)
 
     def _take_unrouted(self) -> list[SimulatedAnswer]:
+        """Return the answers that wait for an engine, and empty their queue."""
         unrouted, self._unrouted = list(self._unrouted), deque()
         return unrouted
 
@@ -199,7 +209,7 @@ class SimulatedFleet:
     # --- what was done
 
     def counts(self) -> EngineCounts:
-        """Return the summed counts of all engines, up to now."""
+        """Return the totals of all engines together, up to now."""
         total = EngineCounts()
         for engine in self.engines:
             engine.advance()
@@ -213,10 +223,10 @@ class SimulatedFleet:
 
     @property
     def running(self) -> int:
-        """Return the number of sequences in batches."""
+        """Return the number of answers in the batches of all engines."""
         return sum(engine.num for engine in self.engines)
 
     @property
     def waiting(self) -> int:
-        """Return the number of sequences that wait to join a batch."""
+        """Return the number of answers that wait to join a batch, or for an engine."""
         return sum(len(engine.waiting) for engine in self.engines) + len(self._unrouted)

@@ -20,9 +20,10 @@ FAILED = "env_error"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedEpisode(SimulatedAnswer):
-    """One attempt at a task, whose answers are sampled one after another."""
+    """One attempt at a task, whose answers (turns) are sampled one after another on simulated engines."""
 
     group: SimulatedGroup
+    """The group that the episode belongs to."""
     place: int
     """Index of the episode in its group."""
     turns: int
@@ -34,38 +35,46 @@ class SimulatedEpisode(SimulatedAnswer):
     truncated: bool = False
     """Whether an answer reached the length limit."""
     status: EpisodeStatus = EpisodeStatus.RUNNING
+    """The state of the episode: running, finished, scored, failed or left out."""
     reward: float | None = None
     """Reward; ``None`` until the episode is scored, and if it failed."""
 
     @property
     def sampled(self) -> float:
-        """Return the number of recorded sampled tokens."""
+        """Return the number of tokens sampled for the episode so far; those of a running answer are added when it
+        leaves the engine's batch."""
         return sum(self.versions.values())
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class SimulatedGroup:
-    """A group of attempts at one task."""
+    """A group of attempts at one task, which are trained together, with their totals."""
 
     number: int
+    """Number of the group in the flow."""
     chance: float
     """Probability with which each attempt solves the task."""
     episodes: list[SimulatedEpisode] = field(default_factory=list)
+    """The attempts; emptied once the group is trained."""
     num_finished: int = 0
+    """Number of episodes whose last answer is sampled."""
     num_ended: int = 0
+    """Number of episodes that are scored, failed or left out."""
     cache_engine: SimulatedEngine | None = None
     """Engine that prefilled the group's prompt last."""
     cache_version: int = 0
+    """Version of the weights under which that engine computed the cached prompt."""
     ends_s: list[float] = field(default_factory=list)
+    """Times at which episodes of the group finished, in seconds of the run."""
     trained: dict[int, float] = field(default_factory=dict)
-    """Number of tokens to be trained, by version."""
+    """Number of tokens to be trained, by the version that sampled them."""
     tokens: float = 0.0
     """Number of tokens of the trained episodes, prompts included."""
     squares: float = 0.0
     """Sum of the squared lengths of the trained episodes."""
 
     def add(self, episode: SimulatedEpisode) -> None:
-        """Count an episode that is to be trained."""
+        """Add the tokens of an episode that is to be trained to the totals of the group."""
         for version, tokens in episode.versions.items():
             self.trained[version] = self.trained.get(version, 0.0) + tokens
         self.tokens += episode.context
@@ -77,27 +86,31 @@ class SimulatedBatch(SimulatedWork):
     """The simulated batch of one step, with the groups that were taken for it."""
 
     taken: TakenBatch
+    """The batch as the flow gave it."""
     groups: list[SimulatedGroup]
+    """The simulated groups of the batch."""
 
 
 class SimulatedRecorder:
-    """A converter of simulated groups into real ones. An answer gets two tokens, with its oldest and its newest
-    version; if a filter reads lengths, it gets as many tokens as were sampled."""
+    """A converter of simulated groups and episodes into the real types that the flow and its filters read. An answer
+    gets two tokens, with its oldest and its newest version; if a filter reads lengths, it gets as many tokens as were
+    sampled."""
 
     def __init__(self, *, full_length: bool) -> None:
-        """With ``full_length``, answers get as many tokens as were sampled."""
+        """Create a converter. With ``full_length``, an answer gets as many tokens as were sampled, and not two."""
         self._full_length = full_length
         self._cache: dict[tuple[int, int, int], Tokens] = {}
 
     def group(self, group: SimulatedGroup) -> ScoredGroup:
-        """Return a group in which every episode is trained; one episode represents all."""
+        """Return the real group for one in which every episode is trained; a single episode with the oldest and the
+        newest version represents all."""
         tokens = self._tokens(min(group.trained), max(group.trained), 2)
         record = EpisodeGraph(key=EpisodeKey(group.number, 0), status=EpisodeStatus.SCORED, reward=0.0)
         record.turns.append(Turn(author="policy", tokens=tokens))
         return ScoredGroup(number=group.number, episodes=(record,))
 
     def episode(self, episode: SimulatedEpisode) -> EpisodeGraph:
-        """Return an episode in the state in which it ended."""
+        """Return the real episode for one that has ended, with its status, reward and cause."""
         causes = {EpisodeStatus.FAILED: FAILED, EpisodeStatus.LEFT_OUT: REDUNDANT}
         record = EpisodeGraph(
             key=EpisodeKey(episode.group.number, episode.place),
@@ -113,8 +126,8 @@ class SimulatedRecorder:
         return record
 
     def _tokens(self, oldest: int, newest: int, count: int) -> Tokens:
-        """Return ``count`` tokens, all sampled by version ``oldest`` but the last, which was by ``newest``; only these
-        two matter to the flow."""
+        """Return ``count`` tokens: the last is sampled by version ``newest``, all others by ``oldest``. Only these two
+        versions matter to the flow."""
         key = (oldest, newest, count)
         if key not in self._cache:
             versions_T = np.full(count, oldest, np.int32)

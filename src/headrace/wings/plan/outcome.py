@@ -14,16 +14,19 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     beginning."""
 
     end_s: float
+    """Time at which training of the step ended."""
     tokens: float
     """Number of tokens that carried loss in this step."""
     ages: dict[int, float]
-    """Number of those tokens by age in versions."""
+    """Number of those tokens by age: the learner's version minus the version that sampled the token."""
     wait_s: float
     """Time that the learner waited for this step's batch."""
     straggler_s: float
     """Part of ``wait_s`` after nine in ten episodes of the batch had ended."""
     learner_busy_s: float
+    """Time that the learner spent on training and on copies of its weights."""
     exposed_sync_s: float
+    """Time for which the weight sync blocked the learner."""
     engine_busy_s: float
     """Busy time of an engine, averaged over the engines."""
     together_s: float
@@ -37,7 +40,7 @@ class StepSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     sync_s: float
     """Time in which engines and learner were both idle while a version was in transit."""
     wasted: float
-    """Number of tokens that will not be trained."""
+    """Number of sampled tokens that will not be trained."""
 
 
 _BEGINNING = StepSnapshot(
@@ -52,6 +55,7 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """Time from the first group to the commit of the last version."""
     steps: tuple[StepSnapshot, ...]
+    """The state at the end of each step, in order."""
     wasted_tokens: dict[str, float]
     """Number of wasted tokens by reason."""
     dropped_groups: dict[str, int]
@@ -67,8 +71,8 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.steps) // 4
 
     def account(self, first: int | None = None) -> Account:
-        """Return the account from the end of step ``first`` − 1 to the end of the last; ``first`` = 0 means from the
-        beginning, ``None`` after the initial steps."""
+        """Return where time and tokens went between the end of step ``first`` − 1 and the end of the last step. With
+        ``first`` = 0 the account begins with the run, with ``None`` after the initial steps."""
         skipped = self.settled if first is None else first
         begin = self.steps[skipped - 1] if skipped else _BEGINNING
         end, counted = self.steps[-1], self.steps[skipped:]
@@ -127,8 +131,8 @@ class SimulatedOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _waits(idle_s: float, other: Cause, other_s: float, both_s: Mapping[Cause, float]) -> dict[str, float]:
-    """Split the idle time of one side by cause: the time in which the ``other`` side works, the times in which both
-    wait, and the rest."""
+    """Return the idle time of one side, engines or learner, in seconds by cause: the time ``other_s`` in which the
+    ``other`` side works, the times ``both_s`` in which both wait for something else, and the rest."""
     by_cause = {other: other_s, **both_s}
     waits: dict[str, float] = {}
     for cause, time_s in by_cause.items():

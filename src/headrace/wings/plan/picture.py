@@ -50,5 +50,6 @@ def _idle(drawing: Drawing, rows: dict[str, PlanRow]) -> None:
 
 
 def _highlighted(found: SearchResult) -> dict[str, PlanRow]:
+    """Return the three candidates that the chart names: the settings as asked, the synchronous ones and the best."""
     named = {"as asked": found.requested, "synchronous": found.synchronous, "best": found.best}
     return {name: row_of(found.site, each) for name, each in named.items()}

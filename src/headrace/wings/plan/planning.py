@@ -16,13 +16,15 @@ MEAN_SHARE = 0.25
 
 
 def usual_workload(request: SizingRequest) -> Workload:
-    """Return the workload that is assumed if neither the cluster file nor a calibration gives one."""
+    """Return the workload that is assumed if neither the cluster file nor a calibration gives one: prompts of 256
+    tokens, and answers of lognormal lengths with a mean of a quarter of the longest."""
     longest = request.engine.max_new_tokens
     return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
 
 
 def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
-    """Return the context of a plan.
+    """Return the context of a plan: the settings of the run, the cluster, the workload and the division of memory.
+    ``measured`` are the costs that a calibration found, or ``None``; they replace those of the catalogue.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster.
     """
@@ -39,7 +41,8 @@ def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | No
 
 
 def plan(site: PlanContext, clock: Clock, *, seed: int = 0, generation: int | None = None) -> SearchResult:
-    """Search for the best settings; ``generation`` fixes the number of generating accelerators.
+    """Search for the best settings by simulation. ``seed`` is that of every simulated run, and ``generation`` fixes the
+    number of generating accelerators; ``None``: it is searched too.
 
     Raises :class:`~headrace.base.errors.ConfigError` if ``generation`` is not a whole number of engines, or leaves too
     few accelerators for the learner.

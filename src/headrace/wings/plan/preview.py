@@ -22,8 +22,8 @@ MOST_PROMPTS = 4096
 
 
 def plan_line(prepared: Prepared) -> str:
-    """Return one line that predicts the run on this machine from the catalogue's figures, or says why there is no
-    plan."""
+    """Return one line for a dry run that predicts the speed of the ``prepared`` run on this machine from the
+    catalogue's figures, or says why there is no plan."""
     config, devices = prepared.config, prepared.devices
     if config.launch.remote:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."

@@ -3,7 +3,7 @@
 The search is coarse first: splits of the accelerators combined with staleness bounds, and all accelerators alternating
 between both tasks. Around the best of these it then varies the split, the batch, the interrupt and the transport, one
 after another. Among candidates of about the same speed, the one with younger tokens wins, then the one that changes
-fewer settings of the run file.
+fewer settings of the run file. A split is the number of accelerators that generate; the others train.
 """
 
 from __future__ import annotations
@@ -22,19 +22,21 @@ from headrace.wings.plan.simulator import Simulation
 from headrace.wings.plan.system import Choice, PlanContext
 
 COARSE = (0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875)
-"""Fractions of the accelerators that generate, in the first pass."""
+"""Fractions of the accelerators that generate, in the first pass of the search."""
 FINE = (-0.0625, -0.03125, 0.03125, 0.0625)
 """Changes to the best of those fractions, in the second pass."""
 AGES = (1, 2, 4, 8)
+"""Staleness bounds that are tried with every split."""
 EPISODES = 6_000
 """Approximate number of episodes of one simulated run, enough to know its rate within one or two percent."""
 LEAST_STEPS, MOST_STEPS = 6, 24
+"""Smallest number of steps of a simulated run beside those that fill its lead, and the largest number of all."""
 EQUAL_WITHIN = 0.02
 """Relative difference below which two rates count as equal; simulated runs scatter by about as much."""
 
 
 class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings and results of one candidate."""
+    """The settings and results of one candidate, as a row of the plan's table."""
 
     generation: int
     """Number of generating accelerators; 0: all accelerators alternate between generation and training."""
@@ -45,11 +47,17 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
     max_age: int
     """Staleness bound in versions."""
     lead: int
+    """Number of batches that generation may run ahead of training."""
     interrupt: str
+    """What becomes of running sequences at a commit."""
     transport: str
+    """The transport that brings new weights to the engines."""
     trained_tok_s: float
+    """Tokens trained per second."""
     generated_tok_s: float
+    """Tokens sampled per second."""
     step_s: float
+    """Mean duration of a step in seconds."""
     engine_idle: float
     """Fraction of the time in which the engines are idle."""
     learner_idle: float
@@ -64,7 +72,7 @@ class PlanRow(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A choice of settings and the result of its simulated run."""
+    """A choice of settings, with the result of its simulated run."""
 
     choice: Choice
     outcome: SimulatedOutcome
@@ -77,33 +85,40 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
-    """The result of a search."""
+    """The result of a search: three candidates by name, and a row for each that was tried."""
 
     site: PlanContext
+    """The inputs of the plan: run file, cluster and workload."""
     best: Candidate
+    """The best candidate: the fastest or, among those of about the same speed, one with younger tokens."""
     requested: Candidate
-    """The settings of the run file with the best split for them, or alternating if no split fits."""
+    """The candidate with the settings of the run file and the best split for them; all accelerators alternate if no
+    split fits."""
     synchronous: Candidate
-    """The fastest candidate without stale tokens, with a split or alternating."""
+    """The best candidate that trains no stale tokens, with a split or alternating."""
     tried: Sequence[PlanRow]
     """All candidates in the order in which they were simulated."""
     seconds: float
-    """Duration of the search."""
+    """Duration of the search in seconds."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Search:
-    """One search, which simulates each candidate at most once."""
+    """One search for the best settings of a run on a cluster. Each candidate is simulated at most once."""
 
     site: PlanContext
+    """The inputs of the plan, which are the same for all candidates."""
     clock: Clock
+    """The clock that measures how long the search takes."""
     seed: int
+    """Seed of every simulated run."""
     fixed: int | None = None
-    """Number of generating accelerators if it is given; ``None``: it is searched."""
+    """Number of generating accelerators if the user gave it; ``None``: the search chooses it."""
     _simulated: dict[tuple[object, ...], Candidate] = field(default_factory=dict)
 
     def run(self) -> SearchResult:
-        """Run the whole search."""
+        """Simulate all candidates and return the best one, with the requested and the synchronous one to compare it
+        with."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
             requested = synchronous = self._simulate(self._shared())
@@ -127,11 +142,13 @@ class Search:
         return self._result(began_s, self._better(best, [requested.choice]), requested, self._best([*fresh, *in_turn]))
 
     def _transports(self) -> list[str]:
-        """Return the transports that may be proposed. Transports of other packages are not imported for a plan."""
+        """Return the names of the transports that may be proposed instead of the run file's. Transports of other
+        packages are not imported for a plan."""
         return [name for name in TRANSPORTS.rows if TRANSPORTS.load(name).cost.proposed]
 
     def glance(self) -> SearchResult:
-        """Simulate only the settings of the run file and their synchronous counterpart."""
+        """Simulate only the settings of the run file and their synchronous counterpart, for a dry run, and return
+        these."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
             turns = self._simulate(self._shared())
@@ -141,7 +158,7 @@ class Search:
         return self._result(began_s, requested, requested, fresh)
 
     def _result(self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate) -> SearchResult:
-        """Return the result of the search, which began at ``began_s``."""
+        """Return the result of the search, which began at ``began_s`` and ends now."""
         return SearchResult(
             site=self.site,
             best=best,
@@ -158,15 +175,15 @@ class Search:
         return _unique(self._possible(counts))
 
     def _possible(self, counts: Sequence[int]) -> Iterator[int]:
-        """Yield each of ``counts`` of generating devices rounded to one that can be divided into engines and leaves
-        enough for the learner."""
+        """Yield each of ``counts``, numbers of generating accelerators, rounded to whole engines and to a number that
+        leaves enough for the learner."""
         fit, total = self.site.fit, self.site.cluster.count
         most = total - fit.least_learner
         for count in counts:
             yield min(max(count // fit.ways * fit.ways, fit.ways), most // fit.ways * fit.ways)
 
     def _configured(self, generation: int) -> Choice:
-        """Return the choice that the configuration makes, with ``generation`` devices that generate."""
+        """Return the choice that the run file makes, with ``generation`` accelerators that generate."""
         requested = self.site.request
         return Choice(
             generation=generation,
@@ -176,13 +193,14 @@ class Search:
         )
 
     def _shared(self) -> Choice:
-        """Return the choice in which all accelerators alternate: what was generated is trained at once."""
+        """Return the choice in which all accelerators alternate between generation and training: every batch is trained
+        as soon as it is generated."""
         choice = self._configured(self.site.cluster.count).with_flow(**_FRESH)
         return replace(choice, shared=True, interrupt=Interrupt.SLEEP)
 
     def _finer_splits(self, choice: Choice) -> list[Choice]:
-        """Return choices that differ from ``choice`` a little in the number of generating devices; none if that number
-        is fixed."""
+        """Return choices with slightly other numbers of generating accelerators than ``choice``; none if the user fixed
+        that number."""
         if self.fixed:
             return []
         total = self.site.cluster.count
@@ -190,11 +208,13 @@ class Search:
         return [replace(choice, generation=count) for count in _unique(self._possible(counts))]
 
     def _other_batches(self, choice: Choice) -> list[Choice]:
+        """Return ``choice`` with half and with twice as many groups in a batch."""
         size = choice.flow.groups_per_step
         return [choice.with_flow(groups_per_step=each) for each in (size // 2, 2 * size) if each >= 1]
 
     def _simulate(self, choice: Choice) -> Candidate:
-        """Simulate a choice for long enough to fill its lead, or return the earlier result."""
+        """Return the candidate for a choice: simulate a run that is long enough to fill its lead, or take the result of
+        an earlier simulation."""
         key = (choice.generation, choice.shared, choice.interrupt, choice.transport, choice.flow.model_dump_json())
         if key not in self._simulated:
             per_step = choice.flow.groups_per_step * choice.flow.group_size
@@ -206,12 +226,13 @@ class Search:
         return self._simulated[key]
 
     def _best(self, choices: Sequence[Choice]) -> Candidate:
+        """Return the best candidate among ``choices``, as :meth:`_better` compares them."""
         first, *others = choices
         return self._better(self._simulate(first), others)
 
     def _better(self, best: Candidate, choices: Sequence[Choice]) -> Candidate:
-        """Return the best candidate among ``best`` and ``choices``: the one with more trained tokens per second, or,
-        where these are nearly equal, with the younger tokens."""
+        """Return the best candidate among ``best`` and ``choices``, which are simulated: the one with more trained
+        tokens per second or, where these are nearly equal, with the younger tokens."""
         for choice in choices:
             other = self._simulate(choice)
             ratio = other.tok_s / best.tok_s
@@ -225,22 +246,24 @@ _FRESH = {"policy": "synchronous", "max_age": 0, "lead": 0, "order": "strict", "
 
 
 def _limit_ahead(flow: FlowConfig, steps: int) -> dict[str, object]:
-    """Return changes that keep generation from running further ahead than ``steps``, since later groups would not be
-    counted."""
+    """Return changes of the flow's settings that keep generation from running further ahead than ``steps`` batches,
+    since the groups of later batches would not be counted."""
     ahead = {"max_age": flow.max_age, "lead": flow.lead}
     return {key: steps for key, value in ahead.items() if isinstance(value, int) and value > steps}
 
 
 def _bounded(age: int) -> dict[str, object]:
+    """Return the settings of the flow for asynchronous training with the staleness bound ``age`` and the same lead."""
     return {"policy": "bounded", "max_age": age, "lead": age, "order": "ready_first"}
 
 
 def _unique(counts: Iterator[int]) -> list[int]:
+    """Return the numbers without repetitions, in their order."""
     return list(dict.fromkeys(counts))
 
 
 def row_of(site: PlanContext, tried: Candidate) -> PlanRow:
-    """Return the settings and results of a candidate as a row."""
+    """Return the settings and results of the candidate ``tried`` as a row."""
     choice, outcome = tried.choice, tried.outcome
     account = outcome.account()
     return PlanRow(

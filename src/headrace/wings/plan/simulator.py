@@ -42,10 +42,11 @@ from headrace.wings.plan.world import World
 
 
 class Simulation:
-    """One simulated run. Equal worlds and seeds give equal outcomes."""
+    """One simulated run of a :class:`World`, which describes it. Equal worlds and seeds give equal outcomes."""
 
     def __init__(self, world: World, *, seed: int, check: bool = False) -> None:
-        """Prepare the run; with ``check`` the invariants are verified after every event instead of at the end."""
+        """Prepare the run. With ``check``, the invariants are verified after every event and not only at the end, which
+        is slow. Raises :class:`~headrace.base.errors.ConfigError` for settings that cannot be simulated."""
         if world.flow.pivots is not None:
             raise ConfigError("flow.pivots cannot be simulated", remedy="plan the run without flow.pivots")
         streams = [np.random.default_rng(stream) for stream in np.random.SeedSequence(seed).spawn(10)]
@@ -74,7 +75,7 @@ class Simulation:
         self._draws = WorkloadDraws(world.workload, streams[2:], max_new_tokens=world.max_new_tokens)
         self._controller_s = 0.0
         """Time until which the controller is busy with episodes that have started and ended."""
-        self._scorers = [0.0] * (world.workload.reward_slots or 0)
+        self._scorers = [0.0] * (world.workload.reward_slots or 0)  # a heap: when each is free; empty without a limit
         self._has_filters = bool(world.flow.filters)
         reads_lengths = any(isinstance(each, LengthFilter) for each in world.flow.filters)
         self._recorder = SimulatedRecorder(full_length=reads_lengths)
@@ -84,19 +85,19 @@ class Simulation:
         self.steps: list[StepSnapshot] = []
         self.wasted: dict[str, float] = defaultdict(float)
         """Number of sampled tokens that will not be trained, by reason."""
-        self.sampling = self.scoring = 0
-        self.scoring_s = self.sync_s = 0.0
+        self.sampling = self.scoring = 0  # answers on engines, and episodes whose reward is being computed
+        self.scoring_s = self.sync_s = 0.0  # time in which engines and learner both waited for rewards, for the sync
         self._together_s = self._engine_busy_s = 0.0
         self._may_admit = self._may_take = True
         self._planned_s: float | None = None
-        """When groups are looked at again that the pacing holds back; ``None``: at the next event that admits."""
+        """The time for which the pacing has planned the next start of a group; ``None`` if there is no such time."""
         floor = world.flow.groups_per_step
         self._cap = Concurrency(floor=floor, capacity=floor, last_stats=EngineStats())
         if world.flow.capacity == "auto":
             self.events.after(LOOK_S, self._tune_capacity)
 
     def run(self) -> SimulatedOutcome:
-        """Simulate from the first group to the commit of the last version."""
+        """Simulate from the first group to the commit of the last version, and return the result."""
         with gc_frozen():
             self._run()
         self.verify()
@@ -118,8 +119,8 @@ class Simulation:
         )
 
     def _run(self) -> None:
-        """Execute events until the last step is committed, and add the time in which the learner waits to what it waits
-        for."""
+        """Execute events until the last step is committed. Time in which engines and learner are both idle is counted
+        by what they wait for."""
         self._settle()
         while self.flow.state.version < self.world.steps:
             before_s, waits = self.events.now_s, self._common_wait()
@@ -140,7 +141,8 @@ class Simulation:
         return "scoring" if self.scoring else "sync" if self.learner.publishing else ""
 
     def _settle(self) -> None:
-        """Make all decisions that can be made at the current time."""
+        """Make all decisions that can be made at the current time: start groups, give batches to the learner, and
+        settle the engines."""
         while self._may_admit or (self._may_take and self.learner.can_order):
             if self._may_admit:
                 self._admit()
@@ -152,7 +154,7 @@ class Simulation:
         """Start all groups that the flow admits now, and schedule the time at which it plans the next start."""
         self._may_admit = False
         groups: list[SimulatedGroup] = []
-        while self.flow.starts_groups and (admissions := self.flow.admit()):
+        while self.flow.may_admit and (admissions := self.flow.admit()):
             groups += map(self._start, admissions)
         planned_s = self.flow.planned_s
         if planned_s is not None and (self._planned_s is None or planned_s < self._planned_s):
@@ -166,12 +168,14 @@ class Simulation:
             self._request_first_answers(groups)
 
     def _planned_start(self) -> None:
+        """Let groups be started now, because the time has come for which the pacing has planned it."""
         self._planned_s, self._may_admit = None, True
 
     # --- generation
 
     def _start(self, admission: Admission) -> SimulatedGroup:
-        """Start a group that the flow admits: draw its difficulty, its prompt and the turns of its episodes."""
+        """Start a group that the flow admits, and return it: draw its difficulty, its prompt and the number of turns of
+        each episode."""
         self.flow.start(admission.number)
         group = SimulatedGroup(number=admission.number, chance=self._draws.chance())
         self.groups[group.number] = group
@@ -185,7 +189,8 @@ class Simulation:
         return group
 
     def _request_first_answers(self, groups: Sequence[SimulatedGroup]) -> None:
-        """Request the first answer of every episode; siblings go to the engine that holds their prompt."""
+        """Request the first answer of every episode of these groups; episodes of one group prefer the engine that has
+        their prompt in its cache."""
         for group in groups:
             for episode in group.episodes:
                 episode.cache_engine, episode.cache_version = group.cache_engine, group.cache_version
@@ -193,14 +198,15 @@ class Simulation:
                 group.cache_engine, group.cache_version = episode.cache_engine, episode.cache_version
 
     def _handled_s(self, num: int = 1) -> float:
-        """Return when the controller has handled ``num`` episodes that start or end now; each costs half of
-        ``episode_s``."""
+        """Return the time at which the controller has handled ``num`` episodes that start or end now; it handles one at
+        a time, and each takes half of the world's ``episode_s``."""
         self._controller_s = max(self.events.now_s, self._controller_s) + num * self.world.episode_s / 2
         return self._controller_s
 
     def _request_answer(self, episode: SimulatedEpisode) -> None:
-        """Request the next answer of an episode. Context that its engine has cached, for it or for a sibling, is not
-        prefilled again."""
+        """Request the next answer of an episode from an engine. Context that is in the engine's cache, from this
+        episode or another of its group, is not prefilled again. Raises :class:`~headrace.base.errors.ConfigError` if
+        the episode is longer than the cache."""
         if episode.status is not EpisodeStatus.RUNNING:
             return
         episode.left = self._draws.answers.next()
@@ -220,7 +226,8 @@ class Simulation:
             episode.cache_version = episode.cache_engine.version
 
     def _turn_ended(self, answer: SimulatedAnswer) -> None:
-        """Handle the end of an answer: the next turn of its episode begins, or the episode is scored."""
+        """Handle the end of an answer: the next turn of its episode begins after the environment's time, or the episode
+        is scored."""
         assert isinstance(answer, SimulatedEpisode)
         if answer.status is not EpisodeStatus.RUNNING:
             return  # withdrawn by an event of the same time
@@ -247,7 +254,8 @@ class Simulation:
             self._episode_scored(answer)
 
     def _scored_s(self) -> float:
-        """Return when the reward of an episode that ends now is computed."""
+        """Return the time at which the reward of an episode that ends now is computed, after a wait for a free scorer
+        if their number is limited."""
         requested_s = self._handled_s()
         seconds = self._draws.reward_s.next()
         if not self._scorers:
@@ -257,7 +265,7 @@ class Simulation:
         return done_s
 
     def _withdraw_rest(self, group: SimulatedGroup) -> None:
-        """Withdraw the episodes of a group that still run."""
+        """Withdraw the episodes of a group that still run, since enough of its episodes have finished."""
         for episode in group.episodes:
             if episode.status is EpisodeStatus.RUNNING:
                 episode.status = EpisodeStatus.LEFT_OUT
@@ -265,7 +273,8 @@ class Simulation:
                 self.sampling -= self.fleet.withdraw(episode)
 
     def _episode_scored(self, episode: SimulatedEpisode) -> None:
-        """Draw the reward of an episode, and close its group if it was the last."""
+        """Handle the end of an episode's scoring: draw its reward, and close its group if all its episodes have
+        ended."""
         self.scoring -= 1
         episode.reward = self._draws.reward(episode.group.chance)
         episode.status = EpisodeStatus.FAILED if episode.reward is None else EpisodeStatus.SCORED
@@ -274,8 +283,8 @@ class Simulation:
             self._close(episode.group)
 
     def _close(self, group: SimulatedGroup) -> None:
-        """Give a group whose episodes have all ended to the flow, through the filters if there are any or an episode
-        has failed."""
+        """Give a group whose episodes have all ended to the flow. It passes the filters before, if there are any or if
+        an episode has failed."""
         self._may_admit = self._may_take = True
         if self._has_filters or any(episode.status is not EpisodeStatus.SCORED for episode in group.episodes):
             self._apply_filters(group)
@@ -285,7 +294,8 @@ class Simulation:
         self.flow.add_scored(self._recorder.group(group))
 
     def _apply_filters(self, group: SimulatedGroup) -> None:
-        """Apply the filters and the minimum number of episodes, with every episode converted to its real type."""
+        """Decide by the filters and the minimum number of episodes whether a group is trained, with every episode
+        converted to its real type. Episodes that are left out count as wasted."""
         config = self.world.flow
         closed = close_group(
             group.number,
@@ -305,14 +315,15 @@ class Simulation:
         self.flow.add_scored(closed.group)
 
     def _group_dropped(self, number: int, reason: str) -> None:
-        """Count the tokens of a dropped group as wasted, except those that were counts when the group was closed."""
+        """Count the tokens of a dropped group as wasted, by the reason of the drop. Tokens of its episodes that were
+        left out when the group was closed have been counted before."""
         group = self.groups.pop(number)
         self.wasted[reason] += sum(group.trained.values()) or sum(episode.sampled for episode in group.episodes)
 
     # --- the learner
 
     def _take(self) -> None:
-        """Give the learner the next batch, if there is one."""
+        """Give the learner the next batch, if the flow has one."""
         taken = self.flow.take()
         if taken is None:
             self._may_take = False
@@ -331,10 +342,13 @@ class Simulation:
         )
 
     def _step_starts(self) -> None:
+        """Note the engines' busy time at the start of a training step, from which the time that both sides work is
+        computed."""
         self._engine_busy_s = self.fleet.counts().busy_s / len(self.fleet.engines)
 
     def _step_ends(self, batch: SimulatedBatch, waited_s: float) -> None:
-        """Record the step that trained ``batch``. ``waited_s`` is how long the learner had waited for it."""
+        """Record the step that trained ``batch``, for whose arrival the learner had waited ``waited_s`` seconds, and
+        report it to the flow."""
         ages: dict[int, float] = defaultdict(float)
         for group in batch.groups:
             for version, tokens in group.trained.items():
@@ -375,12 +389,14 @@ class Simulation:
         self._may_admit = self._may_take = True  # the learner is free earlier or later than was expected
 
     def _committed(self, version: int) -> None:
+        """Record that all engines use ``version``: its slots become free, and groups and batches may start."""
         self.flow.record_commit(version, "")
         self.learner.committed()
         self._may_admit = self._may_take = True
 
     def _tune_capacity(self) -> None:
-        """Adapt the concurrency limit to the statistics of the engines."""
+        """Adapt the limit of groups that run at once to the statistics of the engines, and schedule the next
+        adaptation."""
         flow, fleet = self.flow, self.fleet
         limited_cache = self.world.cache_tokens < float("inf")
         used = sum(engine.context for engine in fleet.engines) if limited_cache else 0.0
@@ -421,11 +437,12 @@ class Simulation:
 
 
 class CountingLedger:
-    """A :class:`~headrace.flow.ledger.LedgerWriter` that counts groups by the operations it receives, so that the
-    flow's own counts can be checked against it."""
+    """A :class:`~headrace.flow.ledger.LedgerWriter` that only counts groups by the operations that the flow writes, so
+    that the flow's own counts can be checked against it."""
 
     def __init__(self, on_drop: Callable[[int, str], None]) -> None:
-        """``on_drop`` is called with the number of every group that leaves untrained, and the reason."""
+        """Create an empty ledger. ``on_drop`` is called with the number of every group that is dropped, and the
+        reason."""
         self._on_drop = on_drop
         self.submitted = 0
         self.trained = 0
@@ -433,7 +450,7 @@ class CountingLedger:
         self.version = 0
 
     def write(self, operation: Operation) -> None:
-        """Count the groups of an operation."""
+        """Count the groups of an operation; a commit must have a higher version than the one before."""
         match operation:
             case Submit():
                 self.submitted += len(operation.numbers)
@@ -454,7 +471,8 @@ class CountingLedger:
         """Do nothing: no file is open."""
 
     def verify(self, state: FlowState) -> None:
-        """Raise ``AssertionError`` if a group was lost or counted twice."""
+        """Raise ``AssertionError`` if a group was lost or counted twice, or if the counts of the flow's ``state``
+        differ."""
         assert state.conserved(), f"groups are not conserved: {state.counts}"
         assert state.dropped == self.dropped, f"dropped: {dict(state.dropped)}, the ledger says {dict(self.dropped)}"
         left = sum(count for place, count in state.counts.items() if place.in_flight)

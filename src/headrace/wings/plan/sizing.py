@@ -24,35 +24,39 @@ SEQUENCES = 4
 ACTIVATION_BYTES = 34
 """Bytes of activations per token, layer and hidden element in 16 bits (Korthikanti et al. 2022)."""
 GB = 1e9
+"""Number of bytes in the unit in which memory is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRequest:
-    """The settings of a run file that a plan needs."""
+    """The settings of a run file that decide about memory and speed, as a plan needs them."""
 
     shape: ModelShape
+    """The sizes of the model."""
     model: ModelConfig
     engine: FleetConfig
     flow: FlowConfig
     sync: SyncConfig
     learner: LearnerConfig
     passes: int = 0
-    """Number of passes over a batch that only compute log π: for a reference, kept weights or a teacher."""
+    """Number of passes over a batch that only compute log π: for a reference policy, for kept weights or for a
+    teacher."""
 
     @property
-    def number_bytes(self) -> int:
-        """Return the number of bytes of one weight."""
+    def bytes_per_number(self) -> int:
+        """Return the number of bytes of one number in the model's dtype: of a weight, or of an entry of the cache."""
         return 4 if self.model.dtype == "float32" else 2
 
     @property
     def weight_bytes(self) -> float:
         """Return the number of bytes of one copy of the weights."""
-        return float(self.shape.params * self.number_bytes)
+        return float(self.shape.params * self.bytes_per_number)
 
     @property
     def adapter_params(self) -> float:
-        """Return the approximate number of parameters of the low-rank adapters: two matrices for each of seven per
-        layer; 0 without adapters."""
+        """Return the approximate number of parameters of the low-rank adapters, that of the policy and one for each
+        agent in ``model.lora.agents``; 0 without adapters. An adapter has two matrices of ``hidden`` times ``rank``
+        numbers for each of the seven weight matrices of a layer."""
         lora = self.model.lora
         if lora is None:
             return 0.0
@@ -61,7 +65,7 @@ class SizingRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fit:
-    """The division of a model's memory among accelerators."""
+    """The division of the accelerators' memory between engines and learner. ``str`` describes it in words."""
 
     ways: int
     """Number of accelerators of one engine (tensor-parallel ways)."""
@@ -86,6 +90,7 @@ class Fit:
         return self.cache_tokens > 0
 
     def __str__(self) -> str:
+        """Return the division in words, for the plan and for errors."""
         if not self.beside:
             return (
                 f"engines and learner do not fit side by side and take turns: on each accelerator weights, gradients "
@@ -101,7 +106,7 @@ class Fit:
 
 def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Return the smallest engine and the smallest learner that fit on separate accelerators, for episodes of up to
-    ``longest`` tokens; otherwise both on all accelerators, alternating.
+    ``longest`` tokens; if they do not, the division in which both alternate on all accelerators.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the cluster is too small, with the missing memory and what
     would fit.
@@ -113,8 +118,8 @@ def fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
 
 
 def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit | None:
-    """Return a division of the cluster in which everything fits, with engines and learner apart or, failing that,
-    sharing accelerators; ``None`` if there is none."""
+    """Return a division of the cluster in which everything fits, for episodes of up to ``longest`` tokens: engines and
+    learner on separate accelerators or, failing that, alternating on the same ones; ``None`` if there is none."""
     division = _divide(request, cluster, longest)
     if _is_complete(division, cluster):
         return replace(division, shared_tokens=_shared_tokens(request, cluster, division.ways, longest))
@@ -128,8 +133,8 @@ def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit |
 
 
 def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
-    """Return the division onto separate accelerators; ``ways`` is 0 if no engine fits beside the learner,
-    ``least_learner`` if no learner fits."""
+    """Return the division onto separate accelerators, which may not fit: ``ways`` is 0 if no engine fits beside the
+    learner, and ``least_learner`` is 0 if no learner fits."""
     learner, activations = learner_bytes(request), activation_bytes(request)
     free_bytes = _usable(cluster) - activations
     least = max(1, -(-int(learner) // int(free_bytes))) if free_bytes >= 1 else 0
@@ -145,31 +150,36 @@ def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
 
 
 def _is_complete(division: Fit, cluster: Cluster) -> bool:
+    """Return whether a division has an engine and a learner that fit on the cluster together."""
     return bool(division.ways and division.least_learner) and division.ways + division.least_learner <= cluster.count
 
 
 def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest: float) -> float:
-    """Return the cache capacity of an engine of ``ways`` accelerators beside their shares of the learner; 0 if that is
-    less than one sequence, or leaves no memory for a pass of the learner while the engine sleeps."""
+    """Return the capacity in tokens of the cache of an engine of ``ways`` accelerators that also hold their shares of
+    the learner; 0 if that is less than ``longest`` tokens, or leaves no memory for a pass of the learner while the
+    engine sleeps."""
     free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - _engine_bytes(request)
-    tokens = free_bytes / (request.shape.kv_numbers * request.number_bytes)
+    tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
     return tokens if tokens >= longest and free_bytes >= activation_bytes(request) * ways else 0.0
 
 
 def _usable(cluster: Cluster) -> float:
-    """Return the usable bytes of one accelerator."""
+    """Return the bytes of one accelerator that can be used for weights, caches and activations."""
     return USABLE * cluster.device.memory_gb * GB
 
 
 def _engine_bytes(request: SizingRequest) -> float:
+    """Return the bytes of weights in one engine: the copies of the model, and adapters in float32 if these are
+    trained."""
     copies = 1 if request.model.lora is not None else COPIES
     return copies * request.weight_bytes + request.adapter_params * 4
 
 
 def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float) -> tuple[int, float]:
-    """Return the smallest number of accelerators of one machine, at most ``most``, that hold the weights and some
-    sequences, and the cache capacity in tokens; (0, 0) if none do."""
-    token_bytes = float(request.shape.kv_numbers * request.number_bytes)
+    """Return the smallest engine of at most ``most`` accelerators of one machine, and the capacity of its cache in
+    tokens: one that holds :data:`SEQUENCES` sequences of ``longest`` tokens if possible, else one; (0, 0) if none
+    fits."""
+    token_bytes = float(request.shape.kv_numbers * request.bytes_per_number)
     smallest = (0, 0.0)
     ways = 1
     while ways <= min(cluster.per_node, most):
@@ -183,25 +193,27 @@ def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float)
 
 
 def learner_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients and AdamW's state: 4 + 4 + 8 per parameter in float32; 2 + 2 + 8 in
-    bfloat16, and 4 more for master weights. With adapters, all of these for the adapters and only the weights for the
-    base."""
-    param_bytes = 16.0 if request.number_bytes == 4 or request.learner.memory.masters else 12.0
+    """Return the bytes of weights, gradients and AdamW's state over all ranks of the learner: 4 + 4 + 8 per parameter
+    in float32; 2 + 2 + 8 in bfloat16, and 4 more for master weights. With adapters, all of these for the adapters and
+    only the weights for the base."""
+    param_bytes = 16.0 if request.bytes_per_number == 4 or request.learner.memory.masters else 12.0
     if request.model.lora is None:
         return request.shape.params * param_bytes
     return request.weight_bytes + request.adapter_params * 16.0
 
 
 def activation_bytes(request: SizingRequest) -> float:
-    """Return the bytes of activations of one pass over ``learner.tokens_per_microbatch`` tokens."""
+    """Return the bytes of activations that each rank of the learner keeps in one pass over
+    ``learner.tokens_per_microbatch`` tokens."""
     shape, memory = request.shape, request.learner.memory
-    kept = request.number_bytes if memory.recompute else ACTIVATION_BYTES * request.number_bytes / 2
+    kept = request.bytes_per_number if memory.recompute else ACTIVATION_BYTES * request.bytes_per_number / 2
     layers = 1 if memory.offload_activations else shape.layers
     return float(request.learner.tokens_per_microbatch * shape.hidden * layers * kept)
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
-    """Return the error for a cluster that is too small: how much memory is missing, and a change that would fit."""
+    """Return the error for a cluster that is too small for episodes of ``longest`` tokens: how much memory is missing,
+    and a change that would fit."""
     division = _divide(request, cluster, longest)
     if not division.least_learner:
         recomputing = _recomputing(request)
@@ -220,7 +232,7 @@ def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> Conf
 
 
 def _recomputing(request: SizingRequest) -> SizingRequest:
-    """Return the request with recomputation of activations turned on."""
+    """Return the request with ``learner.memory.recompute`` set, which saves activations."""
     learner = request.learner
     return replace(
         request,
@@ -229,8 +241,8 @@ def _recomputing(request: SizingRequest) -> SizingRequest:
 
 
 def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
-    """Return the error for a micro-batch whose activations do not fit into a device. ``instead`` is a remedy to name
-    first."""
+    """Return the error for a micro-batch whose activations do not fit into one accelerator. ``instead`` is the
+    beginning of the remedy, if there is a better one than a smaller micro-batch."""
     usable, kept, tokens = _usable(cluster), activation_bytes(request), request.learner.tokens_per_microbatch
     return ConfigError(
         f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
@@ -242,10 +254,10 @@ def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "")
 def _cluster_too_small(
     request: SizingRequest, cluster: Cluster, division: Fit, longest: float, also: str = ""
 ) -> ConfigError:
-    """Return the error for a cluster that cannot hold the model, with the smallest cluster, model or adapter that would
-    fit as its remedy."""
+    """Return the error for a cluster that cannot hold the model. Its remedies are the smallest cluster, the largest
+    model, or adapters that would fit. ``also`` is added to the description of the problem."""
     name, usable = cluster.device.name, _usable(cluster)
-    engine = division.engine_bytes + request.shape.kv_numbers * request.number_bytes * longest
+    engine = division.engine_bytes + request.shape.kv_numbers * request.bytes_per_number * longest
     ways = 1
     while usable * ways < engine:
         ways *= 2
@@ -280,4 +292,5 @@ def _cluster_too_small(
 
 
 def _fits(request: SizingRequest, cluster: Cluster, longest: float) -> bool:
+    """Return whether engines and learner fit on the cluster, apart or alternating."""
     return _find_fit(request, cluster, longest) is not None

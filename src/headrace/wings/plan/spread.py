@@ -33,6 +33,7 @@ class ConstantSpread(Spread):
     value: NonNegativeFloat
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """Return ``count`` times the value, shape [N]."""
         return np.full(count, self.value)
 
 
@@ -54,6 +55,7 @@ class Uniform(Spread):
         return self
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """Return ``count`` draws between ``low`` and ``high``, shape [N]."""
         return rng.uniform(self.low, self.high, count)
 
 
@@ -74,6 +76,7 @@ class Lognormal(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """Return ``count`` draws, shape [N], the greatest reduced to ``cap``."""
         sigma = math.sqrt(math.log1p(self.cv**2))
         return np.minimum(rng.lognormal(math.log(self.mean) - sigma**2 / 2, sigma, count), self.cap or math.inf)
 
@@ -90,6 +93,7 @@ class Pareto(Spread):
     """Upper limit to which greater draws are reduced; unset: no limit."""
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """Return ``count`` draws, shape [N], the greatest reduced to ``cap``."""
         least = self.mean * (self.alpha - 1) / self.alpha
         return np.minimum(least * (1.0 + rng.pareto(self.alpha, count)), self.cap or math.inf)
 
@@ -101,11 +105,12 @@ class RecordedSpread(Spread):
     values: tuple[NonNegativeFloat, ...] = Field(min_length=1)
 
     def draw(self, rng: np.random.Generator, count: int) -> Draws:
+        """Return ``count`` of the recorded values, each chosen with equal probability, shape [N]."""
         return rng.choice(np.asarray(self.values, np.float64), count)
 
 
 def _as_table(value: Any) -> Any:
-    """Turn a plain number into a constant distribution."""
+    """Return the table of a constant distribution for a plain number, and any other value as it is."""
     return {"kind": "constant", "value": value} if type(value) in (int, float) else value
 
 

@@ -25,7 +25,8 @@ from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
 
 CODECS = {"full": 1.0, "cast_bf16": 0.5, "cast_fp8": 0.25, "delta": 0.03, "adapter": 1.0}
-"""Fraction of the bytes of float32 weights that each codec sends; for 16-bit weights twice the fraction, at most 1."""
+"""The bytes that each codec sends, as a fraction of those of float32 weights; for 16-bit weights twice the fraction, at
+most 1."""
 COPY_GB_S = 20.0
 """Bandwidth from an accelerator to the packed buffer, in 10⁹ bytes per second."""
 SWAP_S = 0.005
@@ -34,22 +35,26 @@ SWAP_S = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """One way to divide the accelerators and configure the run."""
+    """One way to divide the accelerators and configure the run, which a search tries."""
 
     generation: int
-    """Number of generating accelerators; all if they are shared."""
+    """Number of generating accelerators; all of them if they alternate with training."""
     flow: FlowConfig
+    """Settings of the flow: batch size, staleness bound, lead and order."""
     interrupt: Interrupt
+    """What becomes of running sequences at a commit."""
     transport: str
+    """Name of the transport that brings new weights to the engines."""
     shared: bool = False
     """Whether all accelerators alternate between generation and training."""
 
     def with_flow(self, **changes: Any) -> Choice:
-        """Return the choice with other settings of the flow."""
+        """Return a copy of the choice with ``changes`` to the settings of the flow."""
         tree = {**self.flow.model_dump(exclude_unset=True, mode="json"), **changes}
         return replace(self, flow=validate(FlowConfig, tree))
 
     def __str__(self) -> str:
+        """Return the settings of the choice in one line."""
         flow = self.flow
         return (
             f"{'shared' if self.shared else self.generation}, groups_per_step {flow.groups_per_step}, "
@@ -59,20 +64,21 @@ class Choice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """The costs that a calibration measured."""
+    """The costs that a calibration measured in recorded runs."""
 
     engine: EngineCost
     """Cost model of one engine as the run configured it."""
     train_tok_s: float
-    """Tokens per second of the run's flop_per_param learner, prompts included."""
+    """Tokens per second of the run's whole learner, prompts included, beside the fixed time of a step."""
     train_fixed_s: float
     """Fixed seconds of every step."""
     sync: SyncCost
     workload: Workload
+    """Lengths of prompts and answers and times of rewards in the run."""
     engines: int = 1
     """Number of engines of the run."""
     episode_s: float = 0.0
-    """Processor time of the controller per episode."""
+    """Processor time of the controller per episode, in seconds; 0 if it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,12 +89,13 @@ class PlanContext:
     cluster: Cluster
     workload: Workload
     fit: Fit
+    """The division of memory: how many accelerators an engine and the learner need."""
     measured: Measured | None = None
     """Measured costs; ``None`` without a calibration."""
 
     @property
     def view(self) -> str:
-        """Return a sentence on the source of the costs."""
+        """Return a sentence that names the source of the costs: a calibration, given rates, or the roofline."""
         if self.measured is not None:
             return "measured: calibrated by a run"
         if self.cluster.constant:
@@ -99,11 +106,11 @@ class PlanContext:
         )
 
     def trainers(self, choice: Choice) -> int:
-        """Return the number of accelerators of the learner."""
+        """Return the number of accelerators that train in a choice."""
         return self.cluster.count if choice.shared else self.cluster.count - choice.generation
 
     def world(self, choice: Choice, steps: int) -> World:
-        """Return the simulated world of a choice."""
+        """Return the description of the simulated run of ``steps`` steps for a choice."""
         trainers = self.trainers(choice)
         generators = self.cluster.count if choice.shared else choice.generation
         return World(
@@ -122,14 +129,15 @@ class PlanContext:
         )
 
     def engine_cost(self) -> EngineCost:
-        """Return the cost model of one engine."""
+        """Return the cost model of one engine: the measured one, the constant rate of the cluster file, or the
+        roofline."""
         cluster, shape, ways = self.cluster, self.request.shape, self.fit.ways
         if self.measured is not None:
             return self.measured.engine
         if cluster.constant:
             assert cluster.generation_tok_s is not None
             return ConstantRate(tok_s=cluster.generation_tok_s * ways)
-        device, size = cluster.device, self.request.number_bytes
+        device, size = cluster.device, self.request.bytes_per_number
         return Roofline(
             weight_bytes=float((shape.params - shape.expert_params) * size),
             expert_bytes=float(shape.expert_params * size),
@@ -142,8 +150,8 @@ class PlanContext:
         )
 
     def _learner_cost(self, trainers: int) -> LearnerCost:
-        """Return the cost of training on ``trainers`` accelerators: as measured, as given in the cluster file, or from
-        operations and bandwidth."""
+        """Return the cost model of training on ``trainers`` accelerators: measured, by the rate in the cluster file, or
+        from the number of operations and the memory bandwidth."""
         cluster, request = self.cluster, self.request
         if self.measured is not None:
             measured_trainers = max(1, cluster.count - self.measured.engines * self.fit.ways)
@@ -164,8 +172,8 @@ class PlanContext:
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
-        """Return the cost of a version: the measured one, or one from the sizes and the rates of copies, network and
-        memory."""
+        """Return the cost of bringing a version to the engines: the measured one, or one from the bytes sent and the
+        rates of copies, network and memory."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=choice.interrupt)
         cost = TRANSPORTS.load(choice.transport).cost
@@ -179,14 +187,15 @@ class PlanContext:
         )
 
     def sent_bytes(self) -> float:
-        """Return the number of bytes that one version sends."""
+        """Return the number of bytes that are sent for one version, after the codec."""
         request = self.request
         if request.model.lora is not None:
             return request.adapter_params * 4
-        return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.number_bytes)
+        return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.bytes_per_number)
 
     def _failure_cost(self, trainers: int) -> FailureCost:
-        """Return how often engines and learner fail, and how long their restarts take."""
+        """Return how often engines and a learner of ``trainers`` accelerators fail, and how long their restarts take;
+        without ``cluster.mtbf_h`` nothing fails."""
         cluster = self.cluster
         if cluster.mtbf_h is None:
             return FailureCost()

@@ -68,7 +68,7 @@ def plan(
 
 
 def _tree(found: SearchResult) -> dict[str, Any]:
-    """Return the plan as a JSON object."""
+    """Return the plan as an object for ``--json``."""
     from headrace.wings.plan.search import row_of
     from headrace.wings.plan.words import describe
 
@@ -84,14 +84,14 @@ def _tree(found: SearchResult) -> dict[str, Any]:
 
 
 def bound(account: Account) -> str:
-    """Return what limits the throughput of a run, by the rule that judges live runs."""
+    """Return what limits the throughput of a run with this account, by the same rule that judges live runs."""
     from headrace.run.observe.verdict import bound_of
 
     return str(bound_of(account))
 
 
 def asked_of(config: RunConfig) -> SizingRequest:
-    """Return the settings of a run that a plan needs."""
+    """Return the settings of a run file that a plan needs, with the sizes of its model."""
     from headrace.wings.plan import SizingRequest
     from headrace.wings.plan.catalogue import model
 

@@ -1,4 +1,5 @@
-"""Describes a plan in sentences."""
+"""The description of a plan in sentences, which ``headrace plan`` prints. ``bound`` is always the function that returns
+what limits the throughput of a run, from the account of its time."""
 
 from __future__ import annotations
 
@@ -6,19 +7,21 @@ from collections.abc import Callable
 
 from headrace.base.types.observation import Account
 from headrace.base.types.weights import Interrupt
+from headrace.run.observe.words import plural
 from headrace.wings.plan.search import EQUAL_WITHIN, Candidate, SearchResult
 from headrace.wings.plan.spread import ConstantSpread
 from headrace.wings.plan.system import PlanContext
 
 BOTTLENECK = 0.9
-"""Fraction of the controller's time above which it counts as a bottleneck."""
+"""Fraction of the time above which a busy controller counts as a bottleneck."""
 
 Bound = Callable[[Account], str]
-"""A function that returns what limits the throughput, in a word."""
+"""A function that returns in words what limits the throughput of a run, from the account of its time."""
 
 
 def describe(found: SearchResult, bound: Bound) -> list[str]:
-    """Return sentences on the run file's settings, the best settings found, and the effect of asynchrony."""
+    """Return sentences on the source of the costs, the memory, the settings of the run file, the best settings found,
+    the effect of asynchrony, and what to change."""
     site = found.site
     return [
         f"{site.request.shape.name} on {site.cluster}. View: {site.view}. {_assumed(site)}",
@@ -32,17 +35,18 @@ def describe(found: SearchResult, bound: Bound) -> list[str]:
 
 
 def verdict_line(found: SearchResult, bound: Bound) -> str:
-    """Return the plan in one line."""
+    """Return the predicted speed of the requested settings and the effect of asynchrony in one line, for a dry run."""
     requested = found.requested.outcome
     return (
         f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(requested.tok_s)} trained tokens/s, "
-        f"a step every {_step(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)}"
-        f"{_uncounted(found.site)}"
+        f"a step every {_step(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)} "
+        f"{_assumed(found.site)}"
     )
 
 
 def _uncounted(site: PlanContext) -> str:
-    """Return a sentence that says so if the plan counts no time of environments and rewards."""
+    """Return a sentence that says that the time of environments and rewards is not counted, if the workload gives none;
+    otherwise an empty text."""
     if not site.workload.turn_s == site.workload.reward_s == ConstantSpread(value=0):
         return ""
     return (
@@ -61,7 +65,7 @@ def _step(seconds: float) -> str:
 
 
 def _assumed(site: PlanContext) -> str:
-    """Return a sentence that says whether lengths and latencies were measured or assumed."""
+    """Return a sentence that says that lengths and latencies were measured, or which lengths of answers are assumed."""
     if site.measured is not None:
         return "Lengths and latencies: as the run has seen them."
     answers = site.workload.answer_tokens.model_dump(exclude_none=True)
@@ -73,7 +77,7 @@ def _assumed(site: PlanContext) -> str:
 
 
 def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
-    """Return one candidate and its outcome in words."""
+    """Return the settings and the simulated results of one candidate in words."""
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
     who = (
@@ -96,26 +100,28 @@ def _asynchrony(found: SearchResult, bound: Bound) -> str:
     """Return in words what asynchronous training gains or loses, compared with the fastest synchronous run."""
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
-    fresh, other = found.synchronous, found.requested
+    fresh, other, subject = found.synchronous, found.requested, "Asynchrony"
     if other.choice.flow.greatest_age == 0:
-        other, whose = found.best, "the best asynchronous run"
+        other, subject = found.best, "The best asynchronous run"
         if other.choice.flow.greatest_age == 0:
             return "Asynchrony gains nothing here: the fastest run is synchronous."
-    else:
-        whose = "as asked"
     ratio = other.tok_s / fresh.tok_s
-    turns = "with all accelerators in turn" if fresh.choice.shared else f"with {fresh.choice.generation} that generate"
-    beside = f"({whose}, beside the fastest synchronous run, {turns}: {_rate(fresh.tok_s)} tokens/s)"
+    who = (
+        "all accelerators in turn"
+        if fresh.choice.shared
+        else plural(fresh.choice.generation // found.site.fit.ways, "engine")
+    )
+    beside = f"the fastest synchronous run, with {who}, trains {_rate(fresh.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        why = f"the synchronous run is {bound(fresh.outcome.account())}"
-        return f"Asynchrony gains {ratio - 1:.0%} here: {why} {beside}."
+        return f"{subject} gains {ratio - 1:.0%} here: {beside}, {bound(fresh.outcome.account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"Asynchrony loses {1 - ratio:.0%} here: {bound(other.outcome.account())} {beside}."
-    return f"Asynchrony changes nothing here: {bound(other.outcome.account())} {beside}."
+        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {beside}."
+    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {beside}."
 
 
 def _changes(found: SearchResult) -> list[str]:
-    """Return the settings to change, if settings other than those of the run file are faster."""
+    """Return sentences that name the settings to change and the gain, if other settings than those of the run file are
+    faster."""
     requested, best = found.requested, found.best
     if not found.site.fit.beside:
         return [_how_to_alternate(found)]
@@ -157,7 +163,8 @@ def _how_to_alternate(found: SearchResult) -> str:
 
 
 def _controller(found: SearchResult) -> list[str]:
-    """Return how busy the controller would be, if a calibration measured its cost per episode."""
+    """Return a sentence on how busy the controller would be; nothing if no calibration measured its cost per
+    episode."""
     outcome, measured = found.requested.outcome, found.site.measured
     if measured is None or not measured.episode_s:
         return []
@@ -167,4 +174,5 @@ def _controller(found: SearchResult) -> list[str]:
 
 
 def _rate(tok_s: float) -> str:
+    """Return a number of tokens per second as text, with enough digits for small ones."""
     return f"{tok_s:,.0f}" if tok_s >= 10 else f"{tok_s:.3g}"

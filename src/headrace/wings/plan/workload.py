@@ -37,7 +37,8 @@ class Workload(Section):
 
 
 class DrawBuffer:
-    """A buffer of draws from a distribution, which are made thousands at a time and returned one by one."""
+    """A buffer of random draws from a distribution, which are made thousands at a time and returned one by one, because
+    single draws are slow."""
 
     def __init__(self, spread: Spread, rng: np.random.Generator, *, most: float = math.inf, whole: bool = True) -> None:
         """Create the buffer. Draws above ``most`` become ``most``; with ``whole`` they are rounded to integers of at
@@ -46,38 +47,52 @@ class DrawBuffer:
         self._drawn: list[float] = []
 
     def next(self) -> float:
-        """Return one draw."""
+        """Return the next draw."""
         if not self._drawn:
             self._drawn = self._draw().tolist()[::-1]
         return self._drawn.pop()
 
     def _draw(self) -> Draws:
+        """Return the next few thousand draws, bounded and rounded."""
         drawn_N = np.minimum(self._spread.draw(self._rng, 4096), self._most)
         return np.maximum(np.rint(drawn_N), 1.0) if self._whole else drawn_N
 
 
 class WorkloadDraws:
-    """All random draws of a simulated run's workload; each kind has its own random stream."""
+    """All random draws of a simulated run's workload. Each quantity is drawn from a generator of its own, so that more
+    draws of one quantity do not change the others. Only failures and rewards share a generator."""
 
     def __init__(self, workload: Workload, streams: Sequence[np.random.Generator], *, max_new_tokens: float) -> None:
+        """Create the buffers of draws from the distributions of ``workload``. ``streams`` has at least 8 generators.
+        Answers longer than ``max_new_tokens`` are cut."""
         self.prompts = DrawBuffer(workload.prompt_tokens, streams[0])
+        """Number of tokens of a task's prompt."""
         self.answers = DrawBuffer(workload.answer_tokens, streams[1], most=max_new_tokens)
+        """Number of tokens of one answer."""
         self.turns = DrawBuffer(workload.turns, streams[2])
+        """Number of answers of an episode."""
         self.observed = DrawBuffer(workload.observed_tokens, streams[3], whole=False)
+        """Number of tokens between two answers, such as tool results. It may be 0, and is not rounded to 1 or more."""
         self.turn_s = DrawBuffer(workload.turn_s, streams[4], whole=False)
+        """Seconds between two answers, spent by tools or the environment."""
         self.reward_s = DrawBuffer(workload.reward_s, streams[5], whole=False)
+        """Seconds that the reward of an episode takes."""
         self._uniform = DrawBuffer(Uniform(low=0.0, high=1.0), streams[6], whole=False)
+        """Numbers from 0 to 1, which decide whether an episode fails, and otherwise its reward."""
         self._chances, self._solved = streams[7], workload.solved
+        """The generator of the tasks' probabilities of being solved, and the parameters (a, b) of their Beta
+        distribution."""
         self._failed_share = workload.failed_share
         """Fraction of the episodes that end without a reward."""
 
     def chance(self) -> float:
-        """Draw the probability that one attempt at a task solves it, for :meth:`reward`."""
+        """Draw the probability with which one attempt at a new task solves it, from the Beta distribution of the
+        workload. :meth:`reward` takes this probability."""
         return float(self._chances.beta(*self._solved))
 
     def reward(self, chance: float) -> float | None:
-        """Draw the reward of an episode: 1 with probability ``chance``, the probability that an attempt at its task
-        solves it, and 0 otherwise. For the share of the episodes that fail, return ``None``."""
+        """Draw the reward of an episode. With the probability ``failed_share`` of the workload, the episode fails and
+        the reward is ``None``. Otherwise it is 1 with probability ``chance``, and else 0."""
         if self._failed_share and self._uniform.next() < self._failed_share:
             return None
         return float(self._uniform.next() < chance)

@@ -1,1 +1,1 @@
-"""The demo and the recipes of known systems that come with the package."""
+"""The demo, and recipes: the settings by which a run chooses on every axis what a known system chooses."""

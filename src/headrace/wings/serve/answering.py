@@ -1,4 +1,6 @@
-"""The way of one completion request, from its body to the last byte of its answer."""
+"""The way of one completion request, from its body to the last byte of its answer. A request asks for one or several
+choices, each an answer of its own; a choice arrives from the engine in pieces. A refusal is an error that becomes the
+HTTP answer."""
 
 from __future__ import annotations
 
@@ -38,15 +40,18 @@ _EVENTS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-cont
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """The engine, the tokenizer and the limits with which requests are answered; made once the model is loaded."""
+    """What requests are answered with: the engine, the tokenizer and the limits; made once the model is loaded, and
+    shared by all requests."""
 
     engine: Engine
     tokenizer: ServedTokenizer
     served: prompts.ServedModel
+    """The model's name, its context and the limits of requests."""
     clock: Clock
+    """The clock by which requests are timed."""
     masks: MaskMaker | None = None
-    """The maker of masks that the engine uses: it refuses a structure that cannot be kept to; ``None``: there is
-    none."""
+    """The maker of masks that the engine uses to keep answers to a structure, such as a JSON schema. It refuses a
+    structure that cannot be kept to before the request reaches the engine; ``None``: nothing is checked before."""
     encoder: Executor
     """The thread that turns prompts into tokens, so that a long prompt does not hold up the event loop and with it all
     streams."""
@@ -54,18 +59,22 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """A request that has been read, checked and encoded."""
+    """A request that has been read, checked and encoded, and what its answer needs."""
 
     body: AnyBody
     choices: list[ChoiceRequest]
+    """The requests to the engine, one for each choice."""
     num_prompt_tokens: int
+    """Number of tokens of all prompts; a prompt with several choices counts once."""
     head: AnswerHead
+    """What the JSON of all parts of the answer shares."""
     text_options: TextOptions
+    """How the tokens of choices become text."""
     response: ResponseForm | None = None
     """The form of the answer to a request for a response; ``None`` for completions and chats."""
 
     def whole(self, pieces: list[list[ChoicePiece]]) -> Json:
-        """Return the JSON of the answer whose choices came in ``pieces``."""
+        """Return the JSON of the whole answer. ``pieces`` are the pieces of each choice, in order."""
         if self.response is not None:
             return ended(self.response, self.head, pieces[0], self.num_prompt_tokens)
         answer = self.head.frame([self.head.whole_choice(parts) for parts in pieces], streaming=False)
@@ -73,7 +82,7 @@ class ParsedRequest:
 
 
 def body_limits(service: Service) -> BodyLimits:
-    """Return the limits of one request's body."""
+    """Return the limits of the body of one request, by the settings of the server."""
     limits = service.served.settings
     return BodyLimits(
         max_bytes=limits.max_body_bytes,
@@ -83,7 +92,8 @@ def body_limits(service: Service) -> BodyLimits:
 
 
 async def parse_request(request: Request, service: Service) -> ParsedRequest:
-    """Read, check and encode a request; raises :class:`Refusal`."""
+    """Read, check and encode an HTTP request to one of the completion routes. Prompts are encoded in a thread of the
+    service, so that streams go on meanwhile. Raises :class:`Refusal` for a request that cannot be answered."""
     path, name = request.url.path, secrets.token_hex(12)
     created_s = int(service.clock.wall())
     tree = await read_object(request, body_limits(service))
@@ -120,14 +130,17 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
 
 
 def _read(path: str, tree: Json, context: ExchangeContext, name: str) -> tuple[AnyBody, ResponseForm | None]:
-    """Return the body of a request to ``path``, and the form of its answer if it asks for a response."""
+    """Return the checked body of a request to ``path``, whose JSON is ``tree``, and the form of its answer if it asks
+    for a response (``/v1/responses``), otherwise ``None``. ``name`` is the model's name where the request names
+    none."""
     if path.endswith("/responses"):
         return read_response(tree, context, name)
     return (read_body(ChatBody, tree) if path.endswith("/chat/completions") else read_body(CompletionBody, tree)), None
 
 
 def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenizer) -> TextOptions:
-    """Return the options for the text of the choices."""
+    """Return how the tokens of the choices become text: when text is sent, whether the position of each token is
+    needed, and whether calls of tools are looked for. ``ids`` are the prompts as token ids."""
     if not isinstance(body, ChatBody):
         return TextOptions(decode=tokenizer.decode, streaming=body.stream, offsets=body.logprobs is not None)
     if not body.offered:
@@ -137,8 +150,8 @@ def _text_options(body: AnyBody, ids: list[list[int]], tokenizer: ServedTokenize
 
 
 def _compile(masks: MaskMaker, structure: str, param: str) -> None:
-    """Compile the ``structure`` that the field ``param`` asks for in this thread: the engine's finds it done. Raises
-    :class:`Refusal` if it is refused."""
+    """Compile the ``structure`` that the field ``param`` of a request asks for. The compiled form is kept, so that the
+    engine finds it without delay. Raises :class:`Refusal` if it is refused."""
     try:
         masks(structure)
     except RequestError as error:
@@ -146,9 +159,10 @@ def _compile(masks: MaskMaker, structure: str, param: str) -> None:
 
 
 class Meter:
-    """The measurements of one request, from its arrival to its end, for the metrics."""
+    """The measurements of one request, from its arrival to its end, which are added to the server's metrics."""
 
     def __init__(self, service: Service, metrics: ServerMetrics, path: str) -> None:
+        """Begin to measure a request to ``path``, which has just arrived."""
         self._clock, self._metrics, self._path = service.clock, metrics, path
         self._start_s = service.clock.now()
         self._first: dict[int, float] = {}
@@ -157,7 +171,8 @@ class Meter:
         """Number of tokens sampled so far, in all choices."""
 
     def piece(self, piece: ChoicePiece) -> None:
-        """Record a piece of a choice: the time of its first token, its number of tokens, and how it ended."""
+        """Record a piece of a choice: its number of tokens, the time to the first token of the request, and, with the
+        last piece of a choice, why it ended and the mean time between its tokens."""
         now_s, count = self._clock.now(), piece.tokens.num_sampled
         self.num_sampled += count
         if not count and piece.stop_reason is None:
@@ -181,11 +196,13 @@ class Meter:
 
 
 async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) -> JSONResponse:
-    """Sample all choices and return them in one JSON answer, with the numbers of tokens."""
+    """Sample all choices and return them in one JSON answer, with the numbers of tokens. ``meter`` measures the pieces
+    as they arrive."""
     pieces: list[list[ChoicePiece]] = [[] for _ in parsed.choices]
 
     async def keep(piece: ChoicePiece) -> None:
-        """Keep a piece of an answer; if the answer was restarted, the earlier pieces are discarded."""
+        """Keep a piece of a choice. If the choice was sampled again from its start, its earlier pieces are
+        discarded."""
         if piece.restarted:
             pieces[piece.index].clear()
         meter.piece(piece)
@@ -196,18 +213,20 @@ async def answer_whole(parsed: ParsedRequest, service: Service, meter: Meter) ->
 
 
 class AnswerEventStream:
-    """An answer as server-sent events. The response begins with the first piece: until then the request can still be
-    refused with a status."""
+    """An answer that is sent as server-sent events, one for each piece. The HTTP response begins with the first piece:
+    until then (while ``begun`` is false) the request can still be refused with a status."""
 
     def __init__(self, parsed: ParsedRequest, meter: Meter, send: Send) -> None:
+        """Stream the answer to ``parsed``. ``meter`` measures its pieces, and ``send`` is ASGI's function that sends to
+        the client."""
         self._job, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
         self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
         self.begun = False
 
     async def write(self, piece: ChoicePiece) -> None:
-        """Send one piece as an event. Raises :class:`Refusal` if the choice starts again after some of its text was
-        sent."""
+        """Send one piece of a choice as an event. Raises :class:`Refusal` if the choice was sampled again from its
+        start after some of its text was sent."""
         self._meter.piece(piece)
         is_first = piece.index not in self._seen
         if piece.restarted and not is_first:
@@ -221,33 +240,37 @@ class AnswerEventStream:
         await self._write(piece, first=is_first)
 
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
+        """Send a piece as an event in the form of completions or chats; ``first`` says whether it is the first of its
+        choice."""
         choice = self._job.head.event_choice(piece, first=first)
         await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
-        """Send the numbers of tokens, if the request asks for them, and the end of the stream."""
+        """Send the event with the numbers of tokens, if the request asks for it, and end the stream."""
         if self._usage:
             numbers = usage(self._job.num_prompt_tokens, self._meter.num_sampled)
             await self.event({**self._job.head.frame([], streaming=True), "usage": numbers})
         await self._data(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
-        """Send the error as the last event."""
+        """Send the error of a stream that has begun as its last event."""
         await self._data(_event(refusal.body()), more=False)
 
     async def event(self, tree: Json) -> None:
-        """Send ``tree`` as one event."""
+        """Send the JSON object ``tree`` as one event; more events follow."""
         await self._data(_event(tree), more=True)
 
     @staticmethod
     def of(parsed: ParsedRequest, meter: Meter, send: Send) -> AnswerEventStream:
-        """Return the stream of the answer to ``parsed``."""
+        """Return the stream of the answer to ``parsed``, in the form of its protocol. ``send`` is ASGI's function that
+        sends to the client."""
         if parsed.response is not None:
             return _ResponseEventStream(parsed, parsed.response, meter, send)
         return AnswerEventStream(parsed, meter, send)
 
     async def _data(self, data: bytes, *, more: bool) -> None:
-        """Send bytes to the client, after the head of the response if it has not been sent."""
+        """Send bytes to the client, after the head of the HTTP response if it has not been sent. ``more`` says whether
+        further bytes follow."""
         if not self.begun:
             self.begun = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
@@ -255,7 +278,8 @@ class AnswerEventStream:
 
 
 class _ResponseEventStream(AnswerEventStream):
-    """A response as server-sent events, each with a name."""
+    """A response (``/v1/responses``) as server-sent events, each with a name. ``form`` makes its JSON and its
+    events."""
 
     def __init__(self, parsed: ParsedRequest, form: ResponseForm, meter: Meter, send: Send) -> None:
         super().__init__(parsed, meter, send)
@@ -263,12 +287,13 @@ class _ResponseEventStream(AnswerEventStream):
         self._events = form.stream(lambda _: parsed.whole([self._pieces]))
 
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
+        """Send the events that a piece adds to the response."""
         self._pieces.append(piece)
         text = AnswerPiece(num_prompt_tokens=self._job.num_prompt_tokens, content=piece.text)
         await self._send_all(self._events.add(piece.index, text))
 
     async def finish(self) -> None:
-        """Send the whole response as the last event."""
+        """Send the last events, with the whole response, and end the stream."""
         await self._send_all(self._events.end(()))
         await self._data(b"", more=False)
 
@@ -278,23 +303,28 @@ class _ResponseEventStream(AnswerEventStream):
         await self._data(b"", more=False)
 
     async def _send_all(self, events: Iterable[SseEvent]) -> None:
+        """Send events to the client, each with its name and its JSON object."""
         for event in events:
             assert not isinstance(event.data, str), "responses send objects"
             await self._data(f"event: {event.name}\n".encode() + _event(event.data), more=True)
 
 
 def engine_died(death: ComponentDied) -> Refusal:
-    """Return the refusal that says that the engine has died."""
+    """Return the refusal, with status 503, that tells a client that the engine has died."""
     return Refusal(death.problem, remedy=death.remedy, status=503, code="engine_died")
 
 
 def _event(tree: Json) -> bytes:
+    """Return a JSON object as the bytes of one server-sent event without a name."""
     return b"data: " + json.dumps(tree, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
 
 
 def _sampled(pieces: list[list[ChoicePiece]]) -> int:
+    """Return the number of sampled tokens in the pieces of all choices."""
     return sum(piece.tokens.num_sampled for parts in pieces for piece in parts)
 
 
 def _named(token: int) -> str:
+    """Return the name ``token_id:N`` of a token, for requests that ask for ids in place of texts, because two tokens
+    may have the same text."""
     return f"token_id:{token}"

@@ -1,4 +1,5 @@
-"""The JSON of OpenAI's answers: whole answers and events of a stream, for completions and chat completions.
+"""The JSON of OpenAI's answers: whole answers and events of a stream, for completions and chat completions. An answer
+holds one or several choices; a piece is the part of a choice that arrives at once.
 
 Beyond OpenAI's fields every choice carries ``token_ids``, ``versions`` (the weights that sampled each token),
 ``stop_reason`` as this library names it, and, if requested, ``kept_sizes``. A logprob that is not finite is ``null``.
@@ -23,25 +24,31 @@ FINISH = {
     StopReason.DEADLINE: "length",
     StopReason.ABORTED: "length",
 }
-"""OpenAI's ``finish_reason`` for each of our stop reasons. It has none for a deadline or a withdrawn request."""
+"""OpenAI's ``finish_reason`` for each of Headrace's stop reasons. OpenAI has none for a deadline or a withdrawn
+request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """The fields that all parts of one answer share."""
+    """What all parts of one answer share: its identity, and which fields its choices have."""
 
     id: str
+    """The id of the answer, such as ``chatcmpl-...``."""
     model: str
+    """The model's name in the request, or else its own."""
     created_s: int
-    """Seconds since 1970."""
+    """When the request arrived, in seconds since 1970."""
     is_chat: bool
+    """Whether the answer is in the form of chat completions; otherwise in that of completions."""
     with_logprobs: bool
+    """Whether choices carry log-probabilities."""
     with_kept_sizes: bool
+    """Whether each token carries the size of its kept-set, the tokens that survived top-k, top-p and min-p."""
     spell: Callable[[int], str]
-    """Returns the text of one token alone."""
+    """Returns the text of one token alone, or its name ``token_id:N``."""
 
     def frame(self, choices: list[Json], *, streaming: bool) -> Json:
-        """Return an answer, or an event of a stream, that holds ``choices``."""
+        """Return the JSON object of an answer that holds ``choices``; with ``streaming``, of an event of a stream."""
         kind = "text_completion"
         if self.is_chat:
             kind = "chat.completion.chunk" if streaming else "chat.completion"
@@ -65,7 +72,8 @@ class AnswerHead:
         return self._choice(content, whole)
 
     def calls(self, piece: ChoicePiece) -> list[ToolCall]:
-        """Return the calls of a piece with their ids, which no other answer has."""
+        """Return the tool calls of ``piece``, which has only their names and arguments. Each gets an id that no call of
+        another answer has."""
         stem = f"call_{self.id.rpartition('-')[2]}_{piece.index}"
         return [
             ToolCall(id=f"{stem}_{number}", name=name, arguments=arguments)
@@ -73,7 +81,9 @@ class AnswerHead:
         ]
 
     def _content(self, piece: ChoicePiece, *, streaming: bool = False) -> Json:
-        """Return the text and the calls of a chat's piece; a message without text that calls has no content."""
+        """Return ``content`` and, if there are any, ``tool_calls`` of one piece of a chat choice: fields of the message
+        or, with ``streaming``, of an event's ``delta``. A message that only calls tools has ``null`` as its content.
+        With ``streaming``, each call has an ``index`` from 0, as OpenAI's events require."""
         if not piece.calls:
             return {"content": piece.text}
         calls = [
@@ -88,7 +98,8 @@ class AnswerHead:
         return {"content": piece.text or None, "tool_calls": calls}
 
     def _choice(self, content: Json, piece: ChoicePiece) -> Json:
-        """Return the JSON of one choice, or of one piece of it."""
+        """Return the JSON of a choice, or of one piece of it: ``content``, its text or message, with the fields that
+        every choice has."""
         tokens, reason = piece.tokens, piece.stop_reason
         choice = {
             "index": piece.index,
@@ -128,8 +139,8 @@ class AnswerHead:
         return {"content": content, "refusal": None}
 
     def _tops(self, piece: ChoicePiece) -> list[list[tuple[str, float]]] | None:
-        """Return the likeliest entries at each token and the token itself, where it is not among them; ``None`` unless
-        requested."""
+        """Return the likeliest entries at each token of a piece, as pairs of text and log-probability, and the token
+        itself where it is not among them; ``None`` unless requested."""
         top = piece.top
         if top is None:
             return None
@@ -144,19 +155,23 @@ class AnswerHead:
 
 
 def _by_text(top: list[tuple[str, float]], logprob: float | None) -> dict[str, float] | None:
-    """Return the entries of one token as an object. Of two tokens with the same text the likelier one stays; the first
-    token of a prompt has no logprob and no entries."""
+    """Return the likeliest entries ``top`` at one token as an object, log-probability by text; of two entries with the
+    same text, the likelier one stays. Return ``None`` for the first token of a prompt, whose ``logprob`` is ``None``
+    and which has no entries."""
     if logprob is None:
         return None
     return dict(reversed(top))
 
 
 def _entry(token: str, logprob: float | None) -> Json:
+    """Return a token and its log-probability in the form of chat completions, with the bytes of its text; ``None`` in
+    place of the bytes of a token that is only a part of a character."""
     return {"token": token, "logprob": logprob, "bytes": None if "\ufffd" in token else list(token.encode())}
 
 
 def usage(num_prompt: int, num_sampled: int) -> Json:
-    """Return the numbers of tokens in OpenAI's form. A prompt with several choices counts once."""
+    """Return the numbers of tokens of prompts and of sampled tokens as OpenAI's object ``usage``. A prompt with several
+    choices counts once."""
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled
     }  # fmt: skip

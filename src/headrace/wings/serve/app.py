@@ -1,4 +1,5 @@
-"""The routes of the server, and the answer to a request that fails."""
+"""The routes of the server, and the answer to a request that fails. A refusal is an error that becomes the HTTP answer
+to one request."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ COMPLETIONS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 @dataclass(slots=True, eq=False)
 class ServerState:
-    """The state of the server: starting ──▶ serving ──▶ draining."""
+    """What the routes know of the server: starting ──▶ serving ──▶ draining. The code that starts and ends the server
+    changes it."""
 
     service: Service | None = None
     """The service that answers requests; ``None`` until the model is loaded."""
@@ -64,33 +66,39 @@ class ServerState:
 
 
 def make_app(state: ServerState, token: str) -> TokenAuth:
-    """Return the whole server as an ASGI application; a request must carry ``token``, unless it is empty."""
+    """Return the whole server as an ASGI application, which answers by what ``state`` holds. A request must carry
+    ``token``, unless it is empty."""
     metrics = ServerMetrics(state.stats)
     answer = _CompletionHandler(state, metrics)
 
     async def health(_: Request) -> Response:
+        """Answer whether requests can be served, with the version of the weights in use."""
         service = state.ready()
         return JSONResponse({"status": "ok", "version": service.engine.stats().version})
 
     async def figures(_: Request) -> Response:
+        """Answer with the server's metrics in Prometheus' text format."""
         return Response(metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def models(_: Request) -> Response:
+        """Answer with the list of the models that requests may name: the served model, and the agents with adapters."""
         service = state.ready()
         names = (service.served.name, *service.served.agents)
         return JSONResponse({"object": "list", "data": [_model(service, name) for name in names]})
 
     async def model(request: Request) -> Response:
-        """Answer with the facts of one model."""
+        """Answer with the facts of the model that the path names; status 404 if it is not served."""
         service = state.ready()
         name = request.path_params["name"]
         check_model(name, service.served)
         return JSONResponse(_model(service, name))
 
     async def encoded(request: Request) -> Response:
+        """Answer ``POST /tokenize``."""
         return await tokenize(request, state.ready())
 
     async def decoded(request: Request) -> Response:
+        """Answer ``POST /detokenize``."""
         return await detokenize(request, state.ready())
 
     app = Starlette(
@@ -113,9 +121,11 @@ class _CompletionHandler:
     when the client disconnects."""
 
     def __init__(self, state: ServerState, metrics: ServerMetrics) -> None:
+        """``state`` says whether requests can be answered; ``metrics`` counts them."""
         self._state, self._metrics = state, metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, and count it in the metrics by its path and status."""
         path = scope["path"]
         status = 500
         self._metrics.open.inc()
@@ -129,7 +139,8 @@ class _CompletionHandler:
             self._metrics.requests.labels(path, status).inc()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
-        """Answer a request, and return the status. Sampling stops if the client disconnects."""
+        """Read a request and send its answer, as a stream or whole; return the HTTP status. Sampling stops if the
+        client disconnects: this then raises :class:`ClientGone`."""
         request = Request(scope, receive)
         try:
             service = self._state.ready()
@@ -150,13 +161,15 @@ class _CompletionHandler:
             meter.end()
 
     async def _respond_whole(self, parsed: ParsedRequest, service: Service, meter: Meter) -> Response:
+        """Return the whole answer to a request, or its refusal, as an HTTP response."""
         refusal = await _or_refusal(lambda: answer_whole(parsed, service, meter))
         return refusal.response() if isinstance(refusal, Refusal) else refusal
 
     async def _respond_stream(
         self, parsed: ParsedRequest, service: Service, meter: Meter, asgi: tuple[Scope, Receive, Send]
     ) -> int:  # fmt: skip
-        """Send the answer as a stream of events. A refusal before the first event is an ordinary response."""
+        """Send the answer as a stream of events, and return the HTTP status. A refusal before the first event is an
+        ordinary response; after it, the last event. ``asgi`` are ASGI's scope, receive and send of the request."""
         events = AnswerEventStream.of(parsed, meter, asgi[2])
         refusal = await _or_refusal(
             lambda: sample_all(service.engine, parsed.choices, parsed.text_options, events.write)
@@ -172,7 +185,8 @@ class _CompletionHandler:
 
 
 async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
-    """Return what ``work`` returns; where the engine refuses or fails, return that as a :class:`Refusal`."""
+    """Return the result of ``work``; where the engine refuses the request or fails, return that as a
+    :class:`Refusal`."""
     try:
         return await work()
     except Refusal as refusal:
@@ -188,7 +202,8 @@ async def _or_refusal(work: Callable[[], Awaitable[A]]) -> A | Refusal:
 
 
 def _model(service: Service, name: str) -> dict[str, object]:
-    """Return a served model in OpenAI's format, with its context in tokens and its version."""
+    """Return the served model ``name`` in OpenAI's format, with its context in tokens and the version of its
+    weights."""
     return {
         "id": name,
         "object": "model",
@@ -200,6 +215,7 @@ def _model(service: Service, name: str) -> dict[str, object]:
 
 
 async def _refused(_: Request, error: Exception) -> Response:
+    """Return the HTTP response to a request that a route has refused."""
     assert isinstance(error, Refusal)
     return error.response()
 
@@ -215,5 +231,6 @@ async def _not_found(request: Request, error: Exception) -> Response:
 
 
 async def _broken(_: Request, error: Exception) -> Response:
+    """Return the HTTP response, with status 500, to a request that has met an unexpected error."""
     words = f"the server failed: {type(error).__name__}"
     return Refusal(words, remedy="look at the server's log, and report it", status=500, code="internal").response()

@@ -22,9 +22,10 @@ requests."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """The limits of a request body."""
+    """The limits of the body of one request, in size and time."""
 
     max_bytes: int
+    """Largest size of a body, in bytes."""
     timeout_s: float
     """Longest wait for the whole body, in seconds."""
     remedy: str
@@ -54,8 +55,8 @@ async def read_object(request: Request, limits: BodyLimits) -> dict[str, Any]:
 
 
 def _parse(data: bytes) -> dict[str, Any]:
-    """Return the JSON object of a body. Raises :class:`Refusal` for other bodies, and for an object with the same name
-    twice."""
+    """Return the JSON object that the bytes of a body hold. Raises :class:`Refusal` for a body that is no JSON object,
+    and for one in which an object has the same name twice."""
     # from_json keeps the last of two values with one name; the second pass refuses such a body
     try:
         tree = pydantic_core.from_json(data, allow_inf_nan=False)
@@ -70,7 +71,8 @@ def _parse(data: bytes) -> dict[str, Any]:
 
 
 def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
-    """Refuse an object in which a name occurs twice: it is not clear which value was meant."""
+    """Raise :class:`Refusal` if a name occurs twice among the members of a JSON object: it is not clear which value was
+    meant. The JSON decoder calls this for every object."""
     seen: set[str] = set()
     for name, _ in pairs:
         if name in seen:
@@ -84,7 +86,8 @@ def _refuse_twice(pairs: list[tuple[str, Any]]) -> None:
 
 
 async def _read(request: Request, limits: BodyLimits) -> bytes:
-    """Return the body of a request. Raises :class:`Refusal` as soon as it is longer than the limit."""
+    """Return the bytes of the body of a request. Raises :class:`Refusal` as soon as it is longer than the limit, and if
+    the client disconnects before its end."""
     announced = request.headers.get("content-length", "")
     if announced.isdecimal() and int(announced[:20]) > limits.max_bytes:
         raise _too_long(limits)
@@ -100,6 +103,7 @@ async def _read(request: Request, limits: BodyLimits) -> bytes:
 
 
 def _too_long(limits: BodyLimits) -> Refusal:
+    """Return the refusal, with status 413, of a body that is too long."""
     return Refusal(
         f"the body is longer than {limits.max_bytes} bytes", remedy=limits.remedy, status=413, code="body_too_long"
     )
@@ -110,12 +114,12 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class ClientGone(Exception):
-    """The client has disconnected, so that an answer would not be read."""
+    """The error that ends the work for a client that has disconnected: nobody would read the answer."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:
-    """Return what ``work`` returns, or raise its error. When the client disconnects, cancel ``work`` and raise
-    :class:`ClientGone`."""
+    """Run ``work`` while the client is connected, and return its result or raise its error. ``receive`` is ASGI's
+    function that tells when the client disconnects; ``work`` is then cancelled, and :class:`ClientGone` raised."""
     is_gone = False
 
     async def watch() -> None:

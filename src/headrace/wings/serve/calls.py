@@ -1,7 +1,8 @@
-"""Calls of tools in chats: the grammar that makes the model call one, and the search for calls in an answer.
+"""Calls of tools in chats: the grammar that makes the model call one, and the search for calls in an answer. A tool is
+a function of the client that the model may ask for; a call is its name with arguments as JSON.
 
-The parsers are those of the environments (:mod:`headrace.rollout.answers`). A thought before the answer is part of its
-text, and calls are looked for after it.
+The parsers are those of the environments (:mod:`headrace.rollout.answers`). A thought (the text between ``<think>`` and
+``</think>``) before the answer is part of its text, and calls are looked for after it.
 """
 
 from __future__ import annotations
@@ -15,15 +16,16 @@ from headrace.base.errors import RequestError
 from headrace.base.net.refusal import Refusal, shown
 from headrace.base.types.chat import Tool
 from headrace.engine.structure import lark, refuse_endless
-from headrace.rollout.answers.base import THINK, THOUGHT, ContentFilter, FramedParser, Parser
+from headrace.rollout.answers.base import END_THINK, THINK, ContentFilter, FramedParser, Parser
 
 
 class CallFinder:
-    """A filter of the text of one answer: it passes on the content, and holds back what may be a call until the answer
-    has ended. Its time is linear in the length of the text."""
+    """A filter of the text of one answer, which arrives in pieces: it passes on the content, and holds back what may be
+    a call of a tool until the answer has ended. Its time is linear in the length of the text."""
 
     def __init__(self, parser: Parser, *, opened: bool) -> None:
-        """Make a filter; ``opened`` says whether the prompt ends with the beginning of a thought."""
+        """Make the filter of one answer. ``opened`` says that the prompt ends with ``<think>``, so that the answer
+        begins within a thought."""
         self._parser = parser
         self._thought = _Thought(opened=opened)
         self._content = ContentFilter(parser)
@@ -31,8 +33,8 @@ class CallFinder:
         self._num_shown = 0
 
     def push(self, text: str, *, ended: bool) -> tuple[str, tuple[tuple[str, str], ...]]:
-        """Append text. Return the content that has become certain and, when the answer has ended, its calls: the name
-        and the arguments of each."""
+        """Append text of the answer. Return the content that has become certain and, when the answer has ``ended``, its
+        calls: the name and the arguments (JSON) of each; before, no calls."""
         thought, rest = self._thought.push(text, ended=ended)
         self._rest.append(rest)
         if not ended:
@@ -53,10 +55,11 @@ class _Place(Enum):
 
 
 class _Thought:
-    """A filter that parts the text of one answer into the thought at its beginning, with its tags and the empty lines
-    after it, and the rest."""
+    """A filter that divides the text of one answer, which arrives in pieces, into two: the thought at its beginning,
+    with its tags and the empty lines after it, and the rest. With ``opened``, the answer begins within a thought."""
 
     def __init__(self, *, opened: bool) -> None:
+        """Divide one answer; with ``opened``, it begins within a thought."""
         self._place = _Place.THOUGHT if opened else _Place.BEGINNING
         self._held: list[str] = []
         """The text so far, until it is certain whether it begins with a thought."""
@@ -66,7 +69,8 @@ class _Thought:
         """The last characters of the thought, one less than its closing tag has."""
 
     def push(self, text: str, *, ended: bool) -> tuple[str, str]:
-        """Append text. Return what it adds to the thought, and what it adds to the rest."""
+        """Append text of the answer. Return what it adds to the thought, and what it adds to the rest. Text of which
+        both are still possible is held back, unless the answer has ``ended``."""
         thought = ""
         if self._place is _Place.BEGINNING:
             self._held.append(text)
@@ -77,11 +81,11 @@ class _Thought:
             self._place = _Place.THOUGHT if self._first == THINK else _Place.REST
         if self._place is _Place.THOUGHT:
             seen = self._last + text
-            start = seen.find(THOUGHT)
+            start = seen.find(END_THINK)
             if start < 0:
-                self._last = seen[1 - len(THOUGHT) :]
+                self._last = seen[1 - len(END_THINK) :]
                 return text, ""
-            end = start + len(THOUGHT) - len(self._last)
+            end = start + len(END_THINK) - len(self._last)
             thought, text, self._place = text[:end], text[end:], _Place.AFTER
         if self._place is _Place.AFTER:
             rest = text.lstrip("\n")
@@ -93,10 +97,12 @@ class _Thought:
 def forced_calls(
     parser: Parser, tools: Sequence[Tool], *, many: bool, special: frozenset[str] = frozenset()
 ) -> str:  # fmt: skip
-    """Return the description of an answer that is a call of one of ``tools`` and, with ``many``, maybe further ones.
+    """Return the description of an answer that is a call of one of ``tools`` and, with ``many``, maybe further ones, in
+    the form that the engine takes as the structure of an answer.
 
-    ``special`` are those texts of a frame that are special tokens. Raises :class:`Refusal` for a parser whose calls no
-    grammar describes, and for a tool whose parameters are not those of an object, or of one without end.
+    ``special`` are those texts at the beginning and end of a call that are special tokens of the tokenizer. Raises
+    :class:`Refusal` for a parser whose calls no grammar describes, and for a tool whose parameters are not those of an
+    object, or of one that no finite JSON follows.
     """
     if not isinstance(parser, FramedParser):
         raise Refusal(
@@ -121,7 +127,8 @@ def forced_calls(
 
 
 def _of_object(tool: Tool) -> Mapping[str, Any]:
-    """Return the schema of the tool's arguments, which are an object."""
+    """Return the JSON schema of a tool's arguments, which must be those of an object. Raises :class:`Refusal` for
+    another type, and for a schema that no finite JSON follows."""
     kind = tool.parameters.get("type", "object")
     if kind != "object":
         raise Refusal(

@@ -1,4 +1,5 @@
-"""The tokenizer of the served model, with its chat template and its stop tokens."""
+"""The tokenizer of the served model, with its chat template and its stop tokens. A thought is the text that some models
+write before an answer, between ``<think>`` and ``</think>``."""
 
 from __future__ import annotations
 
@@ -31,6 +32,8 @@ class ServedTokenizer:
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, stop_ids: tuple[int, ...], tool_parser: str = "auto"
     ) -> None:
+        """``stop_ids`` are the model's own end-of-sequence tokens. ``tool_parser`` names the parser that finds calls of
+        tools in answers; ``auto`` chooses it by the chat template."""
         self._tokenizer = tokenizer
         template = str(tokenizer.chat_template or "")
         self._knows_tools = "tools" in template
@@ -111,11 +114,12 @@ class ServedTokenizer:
         return text
 
     def decode_calls(self, ids: Sequence[int]) -> str:
-        """Return the text of ``ids`` without stop tokens, and without special tokens that do not mark a call."""
+        """Return the text of ``ids`` for an answer that may call tools: without stop tokens and special tokens, except
+        those that mark a call, which the parser looks for."""
         return self.decode_all([token for token in ids if token not in self._hidden_ids])
 
     def opens_thought(self, prompt_ids: Sequence[int]) -> bool:
-        """Return whether a prompt ends with the beginning of a thought."""
+        """Return whether a prompt ends with ``<think>``, so that the answer begins within a thought."""
         return self.decode_all(prompt_ids[-_TAIL:]).rstrip().endswith(THINK)
 
     def decode_all(self, ids: Sequence[int]) -> str:
@@ -124,11 +128,11 @@ class ServedTokenizer:
         return text
 
     def spell(self, token: int) -> str:
-        """Return the text of one token alone, which may be a special token."""
+        """Return the text of one token alone, also of a special token."""
         text: str = self._tokenizer.decode([token], clean_up_tokenization_spaces=False)
         return text
 
 
 def _reserved(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
-    """Return the names that ``chat_template_kwargs`` must not set."""
+    """Return the names that ``chat_template_kwargs`` of a request must not set, because the server sets them itself."""
     return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {"messages", "add_special_tokens"}

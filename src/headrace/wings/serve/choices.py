@@ -1,4 +1,5 @@
-"""The sampling of choices: each is one sequence of the engine, and arrives as pieces of text with their tokens."""
+"""The sampling of choices. A choice is one of the answers that a request asks for: one sequence of the engine, which
+arrives as pieces of text with their tokens."""
 
 from __future__ import annotations
 
@@ -23,25 +24,26 @@ from headrace.wings.serve.calls import CallFinder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Echo:
-    """The wish that a choice begins with its prompt."""
+    """The request that a choice begins with its prompt (``echo`` of the completions)."""
 
     alone: bool
-    """Whether nothing is sampled after it."""
+    """Whether the choice is the prompt alone, and nothing is sampled after it."""
     scored: bool
     """Whether the tokens of the prompt carry logprobs."""
     num_top: int
-    """The number of likeliest entries at each token of the prompt."""
+    """The number of likeliest entries that each token of the prompt carries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceRequest:
-    """A request for one choice."""
+    """A request to the engine for one choice."""
 
     index: int
     """The choice's place in the answer."""
     prompt_ids_T: IntColumn
     sampling: Sampling
     options: RequestOptions
+    """The options of the request to the engine, such as its priority."""
     echo: Echo | None = None
     """``None`` for a choice without its prompt."""
 
@@ -70,7 +72,7 @@ class ChoicePiece:
 
     @classmethod
     def joined(cls, pieces: Sequence[ChoicePiece]) -> ChoicePiece:
-        """Return all ``pieces`` of one choice as one."""
+        """Return all ``pieces`` of one choice, in order, as one piece with the whole text and all tokens."""
         last = pieces[-1]
         return cls(
             index=last.index,
@@ -84,13 +86,15 @@ class ChoicePiece:
 
 
 Emit = Callable[[ChoicePiece], Awaitable[None]]
+"""A function that takes each piece of a choice as soon as it is there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextOptions:
-    """The options for the text of pieces."""
+    """The options for the text of the choices of one request."""
 
     decode: Decode
+    """Returns the text of token ids."""
     streaming: bool
     """Whether text is sent with the piece of its tokens; otherwise all text comes with the last piece."""
     offsets: bool
@@ -111,7 +115,8 @@ async def sample_all(engine: Engine, requests: Sequence[ChoiceRequest], text_opt
 
 
 async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOptions, emit: Emit) -> None:
-    """Sample one choice, and pass its pieces to ``emit``; the prompt comes first if the request wants it echoed."""
+    """Sample one choice, and pass its pieces to ``emit`` in order; the prompt comes first if the request asks for an
+    echo. If the engine samples the choice again from its start, its text begins anew."""
     length = 0
     if request.echo is not None:
         echoed = await _echoed(engine, request, request.echo, text_options)
@@ -131,7 +136,8 @@ async def _sample(engine: Engine, request: ChoiceRequest, text_options: TextOpti
 
 
 async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_options: TextOptions) -> ChoicePiece:
-    """Return the prompt as the first piece of its choice."""
+    """Return the prompt of a choice as its first piece, with logprobs from a forward pass of the model if ``echo`` asks
+    for them."""
     tokens = Tokens.observed(request.prompt_ids_T)
     top: TopScores | None = None
     if echo.scored:
@@ -149,10 +155,11 @@ async def _echoed(engine: Engine, request: ChoiceRequest, echo: Echo, text_optio
 
 
 class _Text:
-    """The text of one choice, which grows with each chunk of tokens. ``length`` is the number of characters before
-    it."""
+    """The text of one choice, which grows with each chunk of tokens from the engine."""
 
     def __init__(self, stops: Sequence[str], text_options: TextOptions, length: int = 0) -> None:
+        """``stops`` are the stop strings; ``length`` is the number of characters of the choice before this text, those
+        of an echoed prompt."""
         self._manner = text_options
         self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
@@ -161,8 +168,8 @@ class _Text:
         self._held_back: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
-        """Return what a chunk adds to the text of a choice. Text that may belong to a stop string or to a call of a
-        tool is held back until that is certain."""
+        """Return the piece that a chunk of tokens adds to choice number ``index``. Text that may belong to a stop
+        string or to a call of a tool is held back until that is certain."""
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
         text, offsets = "", list[int]()
         if self._manner.offsets:
@@ -195,10 +202,11 @@ class _Text:
         )
 
     def rest(self) -> str:
-        """Return the text that is held back, at the end of a prompt."""
+        """Return the text that is still held back when a prompt has ended."""
         return self._push(self._held_back) + self._detokenizer.end()
 
     def _push(self, ids: list[int]) -> str:
+        """Append tokens; return the text that has become certain, and add its length to that of the choice."""
         text = self._detokenizer.push(ids)
         self._length += len(text)
         return text

@@ -51,6 +51,7 @@ class ServeSection(Section):
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
+        """Refuse a certificate without its key, and a key without its certificate."""
         refuse_incomplete_tls("serve", self.tls_certificate, self.tls_key)
         return self
 

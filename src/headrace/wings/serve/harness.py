@@ -1,4 +1,5 @@
-"""``headrace eval --harness``: an evaluation harness of others against weights of a run, served while it runs.
+"""``headrace eval --harness``: an evaluation program of another project, called a harness, measures weights of a run,
+which are served to it.
 
     run or checkpoint ──export──▶ a plain model ──headrace serve, free port──▶ its URL ──▶ the harness, unmodified
 
@@ -35,12 +36,12 @@ _PROGRAM = "from headrace.run.cli import main; main()"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedSnapshot:
-    """A model that is served for a harness."""
+    """A model that is served for a harness, and how the harness reaches it."""
 
     url: str
     """The server's URL without ``/v1``."""
     token: str
-    """What callers must send."""
+    """The key that callers must send."""
     name: str
     """The model's name in requests."""
     directory: Path
@@ -49,19 +50,22 @@ class ServedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessProgram:
-    """A harness: what it is called, and how it reaches a server."""
+    """A harness that can be run: which Python module it is, and how it is told of a server. An instance is called with
+    what it is to measure."""
 
     module: str
-    """The package that is imported by ``python -m``."""
+    """The module that is run with ``python -m``."""
     install: str
-    """What ``pip install`` takes."""
+    """The arguments of ``pip install`` that install it."""
     arguments: Callable[[ServedSnapshot, Sequence[str]], list[str]]
-    """Returns its arguments, those of the user included."""
+    """Returns its command-line arguments for a served model, with those of the user."""
     variables: Callable[[ServedSnapshot], Mapping[str, str]]
-    """Returns the environment variables by which it finds address and token."""
+    """Returns the environment variables from which it reads address and key of the server."""
 
     def __call__(self, where: Path, arguments: Sequence[str]) -> int:
-        """Run the harness on the newest weights of ``where``, and return its exit code."""
+        """Serve the newest weights of ``where``, a run directory or a checkpoint, run the harness on them with the
+        user's ``arguments``, and return its exit code. Raises :class:`~headrace.base.errors.ConfigError` if the harness
+        is not installed."""
         if find_spec(self.module.partition(".")[0]) is None:
             raise ConfigError(f"the harness {self.module} is not installed", remedy=f"pip install '{self.install}'")
         with _served(where) as served:
@@ -72,7 +76,8 @@ class HarnessProgram:
 
 @contextmanager
 def _served(where: Path) -> Iterator[ServedSnapshot]:
-    """Serve the newest weights of ``where`` on a free port of this machine."""
+    """Export the newest weights of ``where``, a run directory or a checkpoint, serve them on a free port of this
+    machine, and yield the served model; the server ends after the body of ``with``."""
     with tempfile.TemporaryDirectory(prefix="headrace-harness-") as scratch:
         name = where.expanduser().absolute().name
         directory, token = Path(scratch) / name, secrets.token_hex(16)
@@ -98,8 +103,8 @@ def _served(where: Path) -> Iterator[ServedSnapshot]:
 
 
 def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
-    """Return the URL of the server once it has loaded its model. Raises
-    :class:`~headrace.base.errors.RunError` if it ends or takes too long."""
+    """Wait until the server ``process`` has loaded its model, and return its URL, which it writes into the file
+    ``log``. Raises :class:`~headrace.base.errors.RunError` if it ends or takes longer than :data:`START_S`."""
     for _ in range(int(START_S / POLL_S)):
         said = log.read_text(encoding="utf-8", errors="replace")
         if process.poll() is not None:
@@ -113,7 +118,7 @@ def _ready(process: subprocess.Popen[bytes], log: Path, token: str) -> str:
 
 
 def _healthy(url: str, token: str) -> bool:
-    """Return whether the server answers."""
+    """Return whether the server at ``url`` answers that it can serve requests."""
     try:
         return httpx.get(f"{url}/health", headers={"authorization": f"Bearer {token}"}, timeout=5).status_code == 200
     except httpx.HTTPError:
@@ -131,6 +136,7 @@ def _lm_eval(served: ServedSnapshot, arguments: Sequence[str]) -> list[str]:
 
 
 def _inspect(served: ServedSnapshot, arguments: Sequence[str]) -> list[str]:
+    """Return the command-line arguments of Inspect for the served model."""
     return ["eval", *arguments, "--model", f"openai-api/headrace/{served.name}"]
 
 

@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from headrace.base.types.messages.controller import EngineStats
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+"""Upper limits of the histograms' buckets, in seconds."""
 
 _GAUGES = {
     "version": "The weights in use.",
@@ -23,6 +24,7 @@ _GAUGES = {
     "routing_bytes": "Memory of the experts that are stored beside it.",
     "pinned_bytes": "Memory of weights that are kept for pinned sequences.",
 }
+"""Figures of the engine that rise and fall, each with its help text."""
 _COUNTERS = {
     "generated_tokens": "Tokens sampled.",
     "prompt_tokens": "Prompt tokens taken in.",
@@ -30,10 +32,12 @@ _COUNTERS = {
     "steps": "Forward passes.",
     "preempted": "Times a sequence left the batch because the cache was full.",
 }
+"""Figures of the engine that only rise, each with its help text."""
 
 
 class _EngineFigures(Collector):
-    """A Prometheus collector that reads the engine's counters at the moment of the scrape."""
+    """A Prometheus collector that reads the engine's counters at the moment of the scrape. ``stats`` returns them, or
+    ``None`` before the engine has started."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
         self._stats = stats
@@ -51,9 +55,11 @@ class _EngineFigures(Collector):
 
 
 class ServerMetrics:
-    """The metrics of one server."""
+    """The metrics of one server, each with its help text. The code that handles requests updates them; ``stats``
+    returns the engine's counters, or ``None`` before the engine has started."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        """Create all metrics, at zero."""
         self._registry = CollectorRegistry()
         self._registry.register(_EngineFigures(stats))
         self.requests = Counter(

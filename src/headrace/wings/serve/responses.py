@@ -1,4 +1,5 @@
-"""OpenAI's responses, ``POST /v1/responses``: a chat in other words.
+"""OpenAI's responses, ``POST /v1/responses``: another form of chats, whose request is converted to a chat and whose
+answer is converted back.
 
 The bodies and the events are those of :mod:`headrace.wings.agents.responses`. The server keeps no response: a request
 sends its whole conversation.
@@ -22,7 +23,9 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class _ServedBody(ResponsesBody):
-    """A body whose ``tool_choice`` and ``text.format`` have been taken out, and which continues no other response."""
+    """The body of a request for a response, without ``tool_choice`` and ``text.format``, which are read apart. Unlike
+    an environment's endpoint, the server lets it set ``parallel_tool_calls``, and refuses one that continues an earlier
+    response."""
 
     unsupported: ClassVar = {
         **{name: harmless for name, harmless in ResponsesBody.unsupported.items() if name != "parallel_tool_calls"},
@@ -32,8 +35,9 @@ class _ServedBody(ResponsesBody):
 
 
 def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) -> tuple[ChatBody, ResponseForm]:
-    """Return the chat that a request for a response asks for, and the form of its answer. ``name`` is that of the
-    model, if the request names none. Raises :class:`Refusal`."""
+    """Return the chat that a request for a response is converted to, and the form of its answer. ``tree`` is the JSON
+    of the request; ``name`` is the model's name in the answer where the request names none. Raises :class:`Refusal` for
+    what this server does not support."""
     fields = dict(tree)
     choice = fields.pop("tool_choice", "auto")
     text = fields.get("text") or {}
@@ -74,7 +78,8 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
 
 
 def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], num_prompt_tokens: int) -> Json:
-    """Return the JSON of the response whose only choice came in ``pieces``, with its tokens and their versions."""
+    """Return the JSON of a complete response, whose only choice came in ``pieces``. Besides OpenAI's fields it holds
+    the tokens, the version that sampled each of them, and the stop reason."""
     whole = ChoicePiece.joined(pieces)
     assert whole.stop_reason is not None, "a choice has ended with its last piece"
     tokens = whole.tokens
@@ -96,7 +101,7 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
 
 
 def _refuse_unsampled(body: ResponsesBody) -> None:
-    """Refuse settings that would change the answer of other servers, and change none here."""
+    """Raise :class:`Refusal` for settings that would change the answer of other servers, but have no effect here."""
     settings = {"reasoning.effort": body.reasoning.effort, "text.verbosity": body.text.verbosity}
     for name, value in settings.items():
         if value not in ("", "none"):
@@ -109,7 +114,7 @@ def _refuse_unsampled(body: ResponsesBody) -> None:
 
 
 def _message(message: Message) -> Json:
-    """Return a message in the form of chat completions."""
+    """Return a message as JSON in the form of chat completions."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in message.tool_calls
@@ -119,7 +124,8 @@ def _message(message: Message) -> Json:
 
 
 def _chat_choice(choice: object) -> object:
-    """Return ``tool_choice`` in the form of chat completions."""
+    """Return the field ``tool_choice`` of a response, converted to the form of chat completions; a value of another
+    form is returned as it is, and checked later."""
     match choice:
         case {"type": "function", "name": name, **rest} if not rest:
             return {"type": "function", "function": {"name": name}}
@@ -127,7 +133,8 @@ def _chat_choice(choice: object) -> object:
 
 
 def _chat_format(format_: object) -> object:
-    """Return ``text.format`` in the form of chat completions' ``response_format``."""
+    """Return the field ``text.format`` of a response, converted to the form of chat completions' ``response_format``; a
+    value of another form is returned as it is, and checked later."""
     match format_:
         case {"type": "json_schema", "schema": schema, **rest} if rest.keys() <= {"name", "strict", "description"}:
             return {"type": "json_schema", "json_schema": {"schema": schema}}

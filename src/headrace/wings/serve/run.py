@@ -67,7 +67,7 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerEvents:
-    """The callbacks that report the state of the server."""
+    """The functions that the server calls to report its state; the command prints it."""
 
     listening: Callable[[str], None]
     """Called with the server's URL when the port is bound; the model is not loaded yet."""
@@ -98,13 +98,15 @@ def serve(
 
 
 class _DrainingServer(HttpServer):
-    """An HTTP server that calls ``ending`` when it begins to shut down."""
+    """An HTTP server that calls ``ending`` when it begins to shut down, before it waits for the open requests."""
 
     def __init__(self, app: ASGIApp, limits: ShellLimits, ending: Callable[[], None]) -> None:
+        """Serve ``app`` within ``limits``; ``ending`` is called once, when the shutdown begins."""
         super().__init__(app, limits, own_logging=True, takes_signals=True)
         self._ending = ending
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Report that the server begins to end, and shut it down; uvicorn calls this."""
         self._ending()
         await super().shutdown(sockets)
 
@@ -113,6 +115,8 @@ class _ServeServer:
     """The HTTP server and the engine of one ``headrace serve``, and the order in which both start and end."""
 
     def __init__(self, limits: ServeSection, token: str, clock: Clock, events: ServerEvents) -> None:
+        """Create the HTTP server, which answers nothing yet. ``limits`` are the settings ``[serve]``, ``token`` is what
+        callers must send."""
         self._limits, self._clock, self._events = limits, clock, events
         self._state = ServerState()
         self._engine: LocalEngine | None = None
@@ -126,7 +130,8 @@ class _ServeServer:
         self._http = _DrainingServer(make_app(self._state, token), shell, self._drain)
 
     async def run(self, listening: socket.socket, load: Callable[[], LoadedModel]) -> None:
-        """Answer requests on ``listening`` while the model loads and afterwards, until the server is stopped."""
+        """Answer requests on the socket ``listening``, with status 503 while ``load`` loads the model, until the server
+        is stopped. Raises the error of ``load``, and the engine's error if it dies."""
         url = url_of(listening, secure=bool(self._limits.tls_certificate))
         try:
             async with asyncio.TaskGroup() as group:
@@ -138,7 +143,8 @@ class _ServeServer:
             raise errors.exceptions[0] from None
 
     async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
-        """Load the model, then keep the engine until the HTTP server has ended or the engine has died."""
+        """Load the model in a thread, and keep its engine until the HTTP server has ended (this is then cancelled) or
+        the engine has died, whose error is raised. In the end the HTTP server is told to stop."""
         try:
             loaded = await asyncio.to_thread(load)
             queue = LocalEngineConfig(max_requests=self._limits.max_sequences)
@@ -152,7 +158,8 @@ class _ServeServer:
             self._http.should_exit = True
 
     def _service(self, loaded: LoadedModel, engine: LocalEngine, encoder: ThreadPoolExecutor) -> Service:
-        """Return the service of a model that is loaded."""
+        """Return what requests are answered with, once the model is loaded; ``encoder`` is the thread that turns
+        prompts into tokens."""
         return Service(
             engine=engine,
             masks=loaded.masks,

@@ -1,4 +1,5 @@
-"""The bodies of requests, strictly typed: every field is used, or refused by name.
+"""The bodies of requests, strictly typed: every field is used, or refused by name. A structure is what an answer must
+look like, such as a JSON schema or a regular expression; it is stored as the text that the engine takes.
 
 Fields of OpenAI's protocol that have no effect on the answer are ignored. Fields whose effect is not supported are
 refused, unless their value asks for no effect.
@@ -23,6 +24,7 @@ MAX_BIASES = 1024
 """Largest number of entries of one ``logit_bias``."""
 INT32_MAX = 2**31 - 1
 TemplateVariables = dict[str, bool | int | float | str]
+"""Variables of a chat template, by name."""
 MAX_TOP = 20
 """Largest number of likeliest entries that a request may ask for at each token."""
 
@@ -49,8 +51,9 @@ accepted."""
 
 
 def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
-    """Return ``prompt`` as a tuple of prompts: the field may be a text, a list of texts, a list of token ids, or a list
-    of lists of token ids."""
+    """Return the field ``prompt`` of a request as a tuple of prompts, each a text or a tuple of token ids. The field
+    may be a text, a list of texts, a list of token ids, or a list of lists of token ids. Raises pydantic's error for
+    another value."""
     if isinstance(value, str):
         return (value,)
     if isinstance(value, list) and value:
@@ -66,11 +69,13 @@ def _read_prompts(value: object) -> tuple[str | tuple[int, ...], ...]:
 
 
 def _are_ids(values: list[Any]) -> bool:
+    """Return whether all values are token ids: integers from 0 to 2^31 - 1."""
     return all(type(value) is int and 0 <= value <= INT32_MAX for value in values)
 
 
 def _read_format(value: object) -> str:
-    """Return the structure that ``response_format`` asks for; an empty string for plain text."""
+    """Return the structure that ``response_format`` asks for, as the engine takes it; an empty string for plain text.
+    Raises pydantic's error for another value."""
     match value:
         case {"type": "text", **rest} if not rest:
             return ""
@@ -85,7 +90,8 @@ def _read_format(value: object) -> str:
 
 
 def _read_schema(value: object) -> str:
-    """Return the structure of a JSON schema, given as an object or as its text."""
+    """Return the structure that a JSON schema asks for, as the engine takes it; the schema is an object or its text.
+    Raises pydantic's error for another value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -97,19 +103,24 @@ def _read_schema(value: object) -> str:
 
 
 def _read_regex(value: object) -> str:
+    """Return the structure of text that matches a regular expression, as the engine takes it. Raises pydantic's error
+    for another value."""
     if not isinstance(value, str) or not value:
         raise PydanticCustomError("regex", "expected a regular expression as text")
     return regex(value)
 
 
 def _read_choice(value: object) -> str:
+    """Return the structure of text that is one of the texts in a list, as the engine takes it. Raises pydantic's error
+    for another value."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise PydanticCustomError("choice", "expected a list of texts, none empty")
     return choice(value)
 
 
 def _read_structured(value: object) -> str:
-    """Return the structure that ``structured_outputs``, vLLM's option, asks for."""
+    """Return the structure that ``structured_outputs``, the option of vLLM, asks for, as the engine takes it. Raises
+    pydantic's error for another value."""
     if isinstance(value, dict):
         given = {name: part for name, part in value.items() if part is not None}
         match given:
@@ -125,7 +136,7 @@ def _read_structured(value: object) -> str:
 
 
 def _read_bias(value: object) -> dict[int, float]:
-    """Return ``logit_bias`` by token id."""
+    """Return ``logit_bias`` as numbers to add to logits, by token id. Raises pydantic's error for another value."""
     words = f"expected an object of up to {MAX_BIASES} entries, each a token id as text and a number from -100 to 100"
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise PydanticCustomError("logit_bias", words)
@@ -151,15 +162,21 @@ class Body(StrictBody):
     stream: bool = False
     """Whether the text is sent while it is sampled, as server-sent events."""
     stream_options: StreamOptions = StreamOptions()
+    """Options of a stream; only with ``stream``."""
     temperature: float = Field(default=1.0, ge=0, le=100)
     """Temperature of the softmax; 0 takes the most likely token."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Smallest total probability of the most likely tokens to draw from; 1 for all tokens."""
     top_k: int = Field(default=0, ge=0, le=INT32_MAX)
     """Number of most likely tokens to draw from; 0 for all."""
     min_p: float = Field(default=0.0, ge=0, le=1)
+    """Smallest probability of a token to draw, as a fraction of the most likely token's; 0 for all tokens."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """A number that is subtracted from the logits of tokens that the choice already holds."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    """A number that is subtracted from the logit of a token for each time that the choice already holds it."""
     repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
+    """Factor by which tokens of the prompt and of the choice become less likely; 1 for none."""
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = Field(default={})
     """A number to add to the logit of each given token id."""
     stop: Annotated[tuple[str, ...], PlainValidator(read_stop)] = ()
@@ -183,7 +200,7 @@ class Body(StrictBody):
     guided_regex: Annotated[str, PlainValidator(_read_regex)] = ""
     """A regular expression that each choice matches from beginning to end."""
     guided_choice: Annotated[str, PlainValidator(_read_choice)] = ""
-    """Texts one of which each choice is."""
+    """Texts of which each choice must be one."""
     structured_outputs: Annotated[str, PlainValidator(_read_structured)] = ""
     """A structure in vLLM's newer form: an object with one of ``json``, ``regex``, ``choice`` and ``json_object``."""
     return_tokens_as_token_ids: bool = False
@@ -191,13 +208,15 @@ class Body(StrictBody):
 
     @property
     def structure(self) -> str:
-        """Return the description of what each choice must look like; empty for anything."""
+        """Return the structure that every choice must follow, from the one field that asks for it, as the engine takes
+        it; an empty string for none."""
         given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
         return next(filter(None, given), "")
 
     @pydantic.model_validator(mode="after")
     def _one_structure(self) -> Body:
-        """Refuse several structures in one request, and a structure without an end."""
+        """Refuse a request that asks for several structures, and a structure together with ``ignore_eos``, because such
+        an answer must be able to end."""
         given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
         if len(list(filter(None, given))) > 1:
             raise PydanticCustomError("structure", "expected one structure: response_format, guided_*, or another")
@@ -208,13 +227,15 @@ class Body(StrictBody):
     @pydantic.field_validator("temperature")
     @classmethod
     def _dividable(cls, value: float) -> float:
+        """Refuse a temperature above 0 and below 0.01, by which the logits would be divided; 0 itself is allowed, and
+        takes the most likely token."""
         if 0 < value < 0.01:
             raise PydanticCustomError("temperature", "expected 0, for the most likely token, or at least 0.01")
         return value
 
 
 class CompletionBody(Body):
-    """The body of ``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``: prompts that are continued as they are, without a chat template."""
 
     ignored: ClassVar = IGNORED | {"parallel_tool_calls"}
     unsupported: ClassVar = {
@@ -232,7 +253,8 @@ class CompletionBody(Body):
 
 
 def read_content(value: object) -> str:
-    """Return the text of a message: ``value`` is a text, or a list of text parts that are joined."""
+    """Return the text of a message: ``value`` is a text, or a list of text parts that are joined. Raises pydantic's
+    error for another value, such as an image."""
     if isinstance(value, str):
         return value
     if isinstance(value, list):
@@ -246,10 +268,12 @@ def read_content(value: object) -> str:
 
 
 class ChatMessageBody(Strict):
-    """A message of a conversation."""
+    """One message of a conversation, as a request holds it."""
 
     role: str = Field(min_length=1, max_length=64)
+    """Role of the author, such as ``user`` or ``assistant``."""
     content: Annotated[str, PlainValidator(read_content)]
+    """Text of the message; text parts are joined."""
     name: str | None = None
     """Name of the author, which the chat template may use."""
     tool_calls: list[ChatToolCall] = Field(default=[], max_length=1024)
@@ -257,7 +281,9 @@ class ChatMessageBody(Strict):
     tool_call_id: str = ""
     """The call that this message answers, if its role is ``tool``."""
     refusal: Literal[""] = ""
+    """Sent by OpenAI's clients with earlier answers; must be empty."""
     annotations: list[Any] = Field(default=[], max_length=0)
+    """Sent by OpenAI's clients with earlier answers; must be empty."""
     parsed: Any = None
     """Added by OpenAI's client; not read."""
 
@@ -271,7 +297,7 @@ class ChatMessageBody(Strict):
         return {"content": "", **fields} if fields.get("role") == "assistant" else fields
 
     def message(self) -> Message:
-        """Return the message as chat templates are given it."""
+        """Return the message as the record that chat templates are rendered from."""
         return Message(
             role=self.role,
             content=self.content,
@@ -291,7 +317,8 @@ class ToolChoice(NamedTuple):
 
 
 def _read_tool_choice(value: object) -> ToolChoice:
-    """Return which tools the answer may or must call."""
+    """Return whether the answer may, must or must not call a tool, and which, from ``tool_choice`` of a request. Raises
+    pydantic's error for another value."""
     match value:
         case "none" | "auto" | "required":
             return ToolChoice(value)
@@ -303,9 +330,10 @@ def _read_tool_choice(value: object) -> ToolChoice:
 
 
 class ChatBody(Body):
-    """The body of ``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``: a conversation, whose next message is sampled."""
 
     messages: list[ChatMessageBody] = Field(min_length=1)
+    """The conversation so far."""
     tools: list[ChatTool] = Field(default=[], max_length=1024)
     """Tools that the model may call."""
     tool_choice: Annotated[ToolChoice, PlainValidator(_read_tool_choice)] = ToolChoice("auto")
@@ -325,12 +353,12 @@ class ChatBody(Body):
 
     @property
     def offered(self) -> tuple[Tool, ...]:
-        """Return the tools that the model is told of."""
+        """Return the tools that the prompt describes to the model; none if ``tool_choice`` is ``none``."""
         return () if self.tool_choice.kind == "none" else tuple(tool.tool() for tool in self.tools)
 
     @pydantic.model_validator(mode="after")
     def _calls_can_be_made(self) -> ChatBody:
-        """Refuse options of tools that contradict each other."""
+        """Refuse options of tools that contradict each other, such as a required call of a tool that is not offered."""
         names = [tool.function.name for tool in self.tools]
         choice = self.tool_choice
         if choice.kind == "required" and not (choice.name in names if choice.name else names):

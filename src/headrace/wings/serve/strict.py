@@ -43,8 +43,8 @@ class StrictBody(Strict):
 
 
 def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
-    """Return ``tree`` as a ``kind``. Raises :class:`Refusal`, which names the first invalid field and says what is
-    wrong with it."""
+    """Return ``tree``, the JSON of a request, as a checked record of the type ``kind``. Raises :class:`Refusal`, which
+    names the first invalid field and says what is wrong with it."""
     fields = {name: value for name, value in tree.items() if name not in kind.ignored}
     for name in kind.unsupported.keys() & fields.keys():
         value = fields.pop(name)
@@ -62,7 +62,8 @@ def read_body(kind: type[B], tree: Mapping[str, Any]) -> B:
 
 
 def read_stop(value: object) -> tuple[str, ...]:
-    """Return the stop strings in ``value``, which is one text or a list of texts."""
+    """Return the stop strings in ``value``, the field ``stop`` of a request, which is one text or a list of texts.
+    Raises pydantic's error for another value."""
     texts = [value] if isinstance(value, str) else value
     if (
         isinstance(texts, list)
@@ -76,7 +77,8 @@ def read_stop(value: object) -> tuple[str, ...]:
 
 
 def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
-    """Return the refusal for a field that does not validate."""
+    """Return the refusal of a request with a field that does not validate, from ``detail``, pydantic's description of
+    the error in a body of type ``kind``."""
     name = ".".join(str(part) for part in detail["loc"]) or "the body"
     value, top = detail["input"], str(detail["loc"][0]) if detail["loc"] else ""
     match detail["type"]:

@@ -22,32 +22,38 @@ class TokenizeBody(StrictBody):
     """The body of ``POST /tokenize``: a prompt, or the messages of a chat."""
 
     model: str | None = None
+    """Name of the model; unset: the served model."""
     prompt: str | None = None
+    """The text to encode; unset where ``messages`` are given."""
     add_special_tokens: bool = True
     """Whether a ``prompt`` gets the special tokens that the tokenizer adds, as a completion's does."""
     messages: list[ChatMessageBody] | None = Field(default=None, min_length=1)
+    """The messages to render by the chat template and encode; unset where a ``prompt`` is given."""
     add_generation_prompt: bool = True
     """Whether ``messages`` end with the beginning of the assistant's turn, as a chat's do."""
     chat_template_kwargs: TemplateVariables = Field(default={}, max_length=32)
+    """Further variables of the chat template."""
     return_token_strs: bool = False
     """Whether the answer holds the text of each token."""
 
     @model_validator(mode="after")
     def _one_source(self) -> TokenizeBody:
+        """Refuse a body with both a prompt and messages, and one with neither."""
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
         return self
 
 
 class DetokenizeBody(StrictBody):
-    """The body of ``POST /detokenize``."""
+    """The body of ``POST /detokenize``: the token ids whose text is asked for."""
 
     model: str | None = None
     tokens: list[Annotated[int, Field(ge=0, le=INT32_MAX)]]
 
 
 async def tokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /tokenize`` with the tokens of a prompt or of a rendered chat, and how many there are."""
+    """Answer ``POST /tokenize`` with the token ids of a prompt or of a rendered chat, and how many there are. Raises
+    :class:`Refusal` for an invalid request."""
     body = read_body(TokenizeBody, await read_object(request, body_limits(service)))
     check_model(body.model, service.served)
     tokenizer = service.tokenizer
@@ -68,7 +74,8 @@ async def tokenize(request: Request, service: Service) -> Response:
 
 
 async def detokenize(request: Request, service: Service) -> Response:
-    """Answer ``POST /detokenize`` with the text of tokens, special ones included."""
+    """Answer ``POST /detokenize`` with the text of token ids, that of special tokens included. Raises :class:`Refusal`
+    for an id that the tokenizer does not have."""
     body = read_body(DetokenizeBody, await read_object(request, body_limits(service)))
     check_model(body.model, service.served)
     unknown = next((token for token in body.tokens if token >= service.tokenizer.vocab_size), None)

@@ -71,18 +71,22 @@ def serve(
 
 
 def _events(config: ServeConfig, *, with_token: bool) -> ServerEvents:
-    """Return callbacks that print the state of the server to the console."""
+    """Return the functions that the server calls to report its state; they print it to the console. ``with_token`` says
+    whether callers need a token."""
     from headrace.wings.serve.run import ServerEvents
 
     out = console()
 
     def listening(url: str) -> None:
+        """Print the address of the server, which is loading its model."""
         out.print(f"listening on {url}; loading {readable(config.model.path)} ...")
 
     def serving(url: str, loaded: LoadedModel) -> None:
+        """Print what is served, and how to call it."""
         _say_serving(url, loaded, with_token=with_token)
 
     def ending(num_open: int) -> None:
+        """Print how many requests are still open, if there are any."""
         if num_open:
             seconds = f"{config.serve.grace_s:g} s"
             out.print(f"ending     {num_open} open requests have {seconds} to finish; Ctrl-C again cuts them")
@@ -158,6 +162,7 @@ def _say_serving(url: str, loaded: LoadedModel, *, with_token: bool) -> None:
 
 
 def _mebibytes(num_bytes: str | float) -> str:
+    """Return a size in bytes as text in MiB."""
     return f"{float(num_bytes) / 2**20:,.0f} MiB"
 
 

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
 
 def open_server(setup: EngineSetup) -> AbstractContextManager[OpenedEngine]:
-    """Open the engine of ``engine.kind`` in this process: start or find its server, and pass new weights on to it."""
+    """Open the engine of ``engine.kind`` in this process, as a context: start its server or connect to a running one,
+    pass requests and new weights on to it, and end it when the context ends."""
     from headrace.wings.servers.client.make import opened
 
     return opened(setup)

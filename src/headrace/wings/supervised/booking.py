@@ -1,6 +1,8 @@
 """The ledger of a run on given rows: which row was trained in which step, exactly once.
 
-A row is a group, and each of its samples is an episode, whose trained tokens come from a frozen author: the rows' own.
+A row is a group, and each of its samples (one, or the two of a pair) is an episode. Its trained tokens count as sampled
+by a frozen author, the rows themselves. The number of a row in the run is its place in the order of training: a row
+that is visited in two epochs has two numbers.
 
     row ──▶ SUBMITTED ──▶ TAKEN(step) ──▶ TRAINED ──▶ RELEASED, with the version that its step made
 """
@@ -30,7 +32,9 @@ GIVEN, TRAINED = "task", "rows"
 
 
 def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
-    """Return the episode of a sample: a turn for each run of tokens that carry loss, and for each that do not."""
+    """Return the episode of a sample, as the ledger and the batch take it: a chain of turns, one for each run of
+    neighbouring tokens that carry loss, and one for each run of those that do not. The reward is 1 for a chosen (or
+    good) answer and -1 for a rejected (or bad) one, and ``None`` for a sample to imitate."""
     cuts = np.flatnonzero(np.diff(sample.mask_T)) + 1
     borders = sorted({0, *cuts.tolist(), sample.num_prompt, len(sample.ids_T)})
     turns = [
@@ -42,8 +46,8 @@ def episode_of(key: EpisodeKey, sample: RenderedSample) -> EpisodeGraph:
 
 
 def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> Turn:
-    """Return tokens ``start`` to ``end`` of a sample as a turn. If they carry loss, they count as sampled by a frozen
-    version."""
+    """Return the tokens from ``start`` up to ``end`` of a sample as a turn; ``parent`` is the index of the turn before
+    it, ``None`` for the first. Tokens that carry loss count as sampled by a frozen version."""
     trained = bool(sample.mask_T[start])
     version = FROZEN if trained else NOT_SAMPLED
     tokens = Tokens(
@@ -56,8 +60,8 @@ def _turn(sample: RenderedSample, start: int, end: int, parent: int | None) -> T
 
 
 def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
-    """Return the advantages of a sample: 1 for one to imitate; the side of an answer that is compared, and 0 for its
-    prompt."""
+    """Return the advantages of a sample: 1 for all tokens of a sample to imitate. For a compared answer, one for each
+    turn of its ``episode``: the side of the answer (1 chosen, -1 rejected), and 0 for its prompt."""
     if not sample.side:
         return 1.0
     ends = np.cumsum([len(turn.tokens) for turn in episode.turns])
@@ -65,7 +69,8 @@ def credit_of(episode: EpisodeGraph, sample: RenderedSample) -> Credit:
 
 
 def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]) -> tuple[Batch, list[EpisodeGraph]]:
-    """Return the batch of some rows, each with its number in the run, and the episodes of their samples."""
+    """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, each as its
+    number in the run and its rendered samples."""
     pairs = [
         (episode_of(EpisodeKey(number, place), sample), sample)
         for number, samples in groups
@@ -76,17 +81,20 @@ def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]
 
 
 class RowLedger:
-    """Records the life of every row, and knows which rows a resumed run has recorded already."""
+    """Records the life of every row in the ledger of the run, and knows which rows an earlier life of a resumed run has
+    recorded already, so that none is submitted twice."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
+        """Write into ``ledger``; ``clock`` gives the times of records."""
         self._ledger = ledger
         self._clock = clock
         self._num_recorded = 0
 
     def roll_back(self, step: int, num_trained: int) -> None:
-        """Return to the checkpoint at ``step``, which has trained the first ``num_trained`` rows.
+        """Return the ledger to the checkpoint of ``step``, at which the first ``num_trained`` rows were trained.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if the ledger knows other rows before it.
+        Raises :class:`~headrace.base.errors.CheckpointError` if the ledger has another number of rows trained before
+        it.
         """
         resumed = self._ledger.roll_back(step)
         if resumed.num_released != num_trained:
@@ -98,7 +106,9 @@ class RowLedger:
         self._num_recorded = resumed.num_submitted
 
     def take(self, step: int, numbers: Sequence[int], rows: Sequence[int], episodes: Sequence[EpisodeGraph]) -> None:
-        """Record the rows at the places ``numbers`` of the run as the batch of ``step``."""
+        """Record that ``step`` takes a batch: the rows ``rows`` (indices into the dataset), whose numbers in the run
+        are ``numbers``, and their ``episodes``. Rows and episodes that an earlier life has recorded are not recorded
+        again."""
         at_s = self._clock.wall()
         fresh = [(number, row) for number, row in zip(numbers, rows, strict=True) if number >= self._num_recorded]
         submit = Submit(numbers=tuple(n for n, _ in fresh), rows=tuple(row for _, row in fresh), at_s=at_s)
@@ -110,7 +120,8 @@ class RowLedger:
     def trained(
         self, report: StepReport, numbers: Sequence[int], batch: Batch, episodes: Sequence[EpisodeGraph]
     ) -> None:
-        """Record that the optimizer has trained the rows, and that their weights are in use."""
+        """Record that the optimizer has made the step of ``report`` with the rows ``numbers``, with what the learner
+        computed for the tokens of their ``episodes``, and that the new weights are in use."""
         at_s = self._clock.wall()
         learned = TokenResults.of([episode.key for episode in episodes], batch, report.log_pi_N)
         ended = EndStep(
@@ -126,9 +137,9 @@ class RowLedger:
         self._ledger.apply(ended, released)
 
     def note(self, kind: str, detail: str) -> None:
-        """Record an event of the run."""
+        """Record an event of the run: its kind in one word, and the details in words."""
         self._ledger.apply(Note(kind=kind, detail=detail, at_s=self._clock.wall()))
 
     def persist(self) -> None:
-        """Make everything recorded survive a power failure."""
+        """Write everything that was recorded to the disk, so that it survives a power failure."""
         self._ledger.persist()

@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 class SourceConfig(Section):
-    """The settings of one file of rows."""
+    """A table ``[[data.sources]]``: one file of rows, and how often its rows are trained."""
 
     path: str = Field(min_length=1)
     """A ``.jsonl``, ``.csv`` or ``.parquet`` file."""
@@ -52,7 +52,7 @@ class SourceConfig(Section):
 
 
 class RowsConfig(Section):
-    """The settings of the rows to train on."""
+    """The section ``[data]``: the rows to train on and the held-out rows, and how they are read."""
 
     path: str = ""
     """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty where rows are passed in Python or ``sources`` are given."""
@@ -79,7 +79,7 @@ class RowsConfig(Section):
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
-        """Refuse names of columns that no row is read by."""
+        """Refuse a mapping of columns to a name that no row is read by."""
         unknown = next((name for name in self.columns if name not in COLUMNS), None)
         if unknown is not None:
             raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
@@ -101,12 +101,13 @@ class RowsConfig(Section):
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:
-        """Return the files to train on."""
+        """Return the files to train on, as sources: ``sources``, or ``path`` as the only one; empty if rows are passed
+        in Python."""
         return self.sources or ((SourceConfig(path=self.path),) if self.path else ())
 
 
 class TuningSection(Section):
-    """The settings of the run as a whole: its length, its batches, its directory and its checkpoints."""
+    """The section ``[run]``: the length of the run, its batches, its directory and its checkpoints."""
 
     dir: str = ""
     """The run's directory; empty: ``runs/``, the verb, and the date and time."""
@@ -139,7 +140,7 @@ class TuningSection(Section):
 
 
 class TuningConfig(Section):
-    """The sections that all verbs have."""
+    """The sections of a run file that ``headrace sft``, ``dpo`` and ``distill`` have in common."""
 
     verb: ClassVar[str]
     """The name of the verb."""
@@ -162,13 +163,15 @@ class TuningConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _own_defaults(cls, tree: Any) -> Any:
+        """Fill in those defaults of ``[learner]`` that differ from the defaults of ``headrace train``."""
         if not isinstance(tree, dict) or not isinstance(tree.get("learner", {}), dict):
             return tree
         return {**tree, "learner": {**_LEARNER, **tree.get("learner", {})}}
 
     @model_validator(mode="after")
     def _learner_is_one_process(self) -> Self:
-        """Refuse a learner of several processes, and settings that the loss does not read."""
+        """Refuse a learner of several processes, and settings that no loss on given rows reads, such as adapters of
+        agents."""
         if self.learner.parallel.world > 1:
             raise ConfigError(
                 f"learner.parallel spreads the learner over {self.learner.parallel.world} processes, which this verb "
@@ -215,7 +218,7 @@ class ServerTeacher(Section):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
-        """Refuse what is no address, and a password in it."""
+        """Refuse a ``base_url`` that is no address, and one that contains a password."""
         refuse_secret("teacher.base_url", self.base_url, "name an environment variable that holds the key: api_key_env")
         if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
             raise ConfigError(
@@ -240,12 +243,14 @@ class DistillConfig(TuningConfig):
 
     @property
     def has_engine(self) -> bool:
-        """Return whether an engine scores the rows before the first step."""
+        """Return whether the teacher scores the rows before the first step, by an engine of this process or a server,
+        instead of beside the learner in every step."""
         return self.teacher is not None or bool(self.learner.served_teachers)
 
     @model_validator(mode="after")
     def _there_is_one_teacher(self) -> Self:
-        """Refuse several teachers, and settings of an engine that have no effect where the rows are given."""
+        """Refuse several teachers, and settings of the teacher's engine that have no effect because it only scores
+        given rows."""
         if self.teacher is not None and self.learner.teachers:
             raise ConfigError("[teacher] and [[learner.teachers]] are both set", remedy="leave one of them out")
         if len(self.learner.teachers) > 1:
@@ -266,7 +271,7 @@ class DistillConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
-        """Refuse settings that distillation does not read."""
+        """Refuse settings that distillation does not read, and that would therefore have no effect."""
         if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(
                 "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",
@@ -291,6 +296,7 @@ class DpoConfig(TuningConfig):
     @model_validator(mode="before")
     @classmethod
     def _name_is_a_table(cls, tree: Any) -> Any:
+        """Replace the name of a loss, ``loss = "simpo"``, by the table that it stands for."""
         if isinstance(tree, dict) and isinstance(tree.get("loss"), str):
             return {**tree, "loss": {"kind": tree["loss"]}}
         return tree
@@ -310,8 +316,9 @@ C = TypeVar("C", bound=TuningConfig)
 
 
 def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfig, overrides: Sequence[str] = ()) -> C:
-    """Return the checked settings of a run file of the verb of ``kind``, with the ``section.key=value`` pairs of
-    ``overrides`` applied.
+    """Return the checked settings of a run file as a ``kind``, the settings of one of the verbs, with the
+    ``section.key=value`` pairs of ``overrides`` applied. ``source`` is the path of the file, its content as a tree, or
+    settings.
 
     Paths in a file are relative to it; paths in a tree and in ``overrides`` are relative to the working directory.
     Raises :class:`~headrace.base.errors.ConfigError`.
@@ -327,7 +334,8 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
 
 
 def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree`` with every relative path in it resolved against ``directory``."""
+    """Return ``tree``, the content of a run file, with every relative path in it resolved against ``directory``, those
+    of ``[eval]`` and ``[[data.sources]]`` included."""
     tree = with_absolute_paths(tree, directory)
     if isinstance(tree.get("eval"), dict):
         tree = {**tree, "eval": with_absolute_paths(tree["eval"], directory)}

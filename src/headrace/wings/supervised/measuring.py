@@ -1,4 +1,5 @@
-"""Rewards and pass@k of the weights of a run on given rows, measured while it goes on training.
+"""Rewards and pass@k of the weights of a run on given rows, measured while it goes on training, as the table ``[eval]``
+of its run file says.
 
     snapshot ──▶ MEASURED/step-N, as other programs load it ──▶ a process of its own: headrace's evaluation, with an
     engine and scoring workers ──▶ the measured version, in the metrics of the next step
@@ -33,14 +34,15 @@ from headrace.run.session.prepare import Inputs, prepare
 MEASURED = "measured"
 """The directory, in that of the run, of the weights that are or will be measured, and of the logs of it."""
 MOST_WAITING = 2
-"""The most versions that lie on the disk and wait; training waits for the first of them when there are more."""
+"""The most versions that lie on the disk and wait to be measured; training waits for a measurement when there are
+more."""
 RESULT, LOG = "result.json", "measuring.log"
 _PROGRAM = "from headrace.wings.supervised.measuring import main; main()"
 Tree = dict[str, Any]
 
 
 class VersionRewards(msgspec.Struct, frozen=True, kw_only=True):
-    """The rewards of one version of the weights."""
+    """The result of measuring one version of the weights."""
 
     version: int
     mean_reward: float
@@ -48,11 +50,13 @@ class VersionRewards(msgspec.Struct, frozen=True, kw_only=True):
     pass_at: dict[int, float]
     """By k, the share of tasks that at least one of k attempts solves."""
     warnings: list[str] = []
+    """Warnings of the evaluation, in words."""
 
 
 def check_measuring(settings: Tree, model: str) -> None:
-    """Check the settings, the rows and the reward with the weights in ``model``: ``settings`` are sections of a run
-    file of ``headrace train``. Raises :class:`~headrace.base.errors.HeadraceError`, which names the table."""
+    """Check, before training, that the evaluation would start: its settings, its rows and its reward. ``settings`` are
+    the table ``[eval]``, sections of a run file of ``headrace train``; ``model`` is the directory of the first weights.
+    Raises :class:`~headrace.base.errors.HeadraceError`, whose text names the table."""
     try:
         prepare(load_config(merge(settings, {"model": {"path": model}})), Inputs(look=True), training=False)
     except HeadraceError as error:
@@ -61,10 +65,12 @@ def check_measuring(settings: Tree, model: str) -> None:
 
 
 class Measurements:
-    """The measurements of one run. :meth:`close` ends the one that runs."""
+    """The queue of the versions that are to be measured in one run, and the process that measures the first of them.
+    The run calls :meth:`begin` with each version, and :meth:`take` for results; :meth:`close` ends the process."""
 
     def __init__(self, settings: Tree, run_dir: Path, base: str) -> None:
-        """``base`` is the model with which the run begins. Versions that an earlier life left are measured first."""
+        """``settings`` are the table ``[eval]``; ``base`` is the directory of the weights with which the run begins,
+        version 0. Versions that an earlier life of the run left unmeasured are measured first."""
         self._settings, self._run_dir, self._base = settings, run_dir, base
         self._place = run_dir / MEASURED
         self._waiting = deque(sorted(int(path.name.removeprefix("step-")) for path in self._place.glob("step-*")))
@@ -73,9 +79,10 @@ class Measurements:
         self._next()
 
     def begin(self, version: int) -> None:
-        """Measure the weights of the newest snapshot, which is of ``version``, as soon as those before it are; of
-        version 0, those with which the run begins. A version that an earlier life left is measured once. Waits if many
-        versions wait already."""
+        """Have ``version`` measured, as soon as the versions before it are. Its weights are those of the run's newest
+        snapshot, which are exported to a directory; for version 0, those with which the run begins. A version that
+        waits already, from an earlier life, is not added again. If more than :data:`MOST_WAITING` versions wait, this
+        waits for results."""
         if self._weights(version).exists():
             return
         if version:
@@ -88,28 +95,30 @@ class Measurements:
             self._wait()
 
     def take(self) -> Sequence[VersionRewards]:
-        """Return the measurements that have ended since the last call, in order."""
+        """Return the results that have come since the last call, in the order of the versions; empty if there are none.
+        This does not wait. Raises :class:`~headrace.base.errors.EnvError` if a measurement has failed."""
         while self._running is not None and self._running.has_ended:
             self._wait()
         ended, self._ended = self._ended, []
         return ended
 
     def finish(self) -> None:
-        """Wait until everything is measured."""
+        """Wait until all versions of the queue are measured."""
         while self._running is not None:
             self._wait()
 
     def close(self) -> None:
-        """End the measurement that runs; its weights stay for the next life of the run."""
+        """Kill the measurement that runs, if one does; its weights stay on the disk for the next life of the run."""
         if self._running is not None:
             self._running.kill()
             self._running = None
 
     def _weights(self, version: int) -> Path:
+        """Return the directory of the exported weights of ``version``."""
         return self._place / f"step-{version}"
 
     def _next(self) -> None:
-        """Start the first measurement that waits, if none runs."""
+        """Start the process that measures the first waiting version, if no process runs."""
         if self._running is None and self._waiting:
             version = self._waiting.popleft()
             model = str(self._weights(version)) if version else self._base
@@ -117,7 +126,7 @@ class Measurements:
             self._running = _Process(tree, self._place, version)
 
     def _wait(self) -> None:
-        """Wait for the measurement that runs, keep its result, and start the next."""
+        """Wait for the measurement that runs, keep its result, remove its weights, and start the next."""
         running, self._running = self._running, None
         assert running is not None
         self._ended.append(running.result())
@@ -126,9 +135,11 @@ class Measurements:
 
 
 class _Process:
-    """A process that measures one version, in a process group of its own, which ends when this process does."""
+    """A process that measures one version. It has a process group of its own, and ends when this process does."""
 
     def __init__(self, tree: Tree, place: Path, version: int) -> None:
+        """Start the process. ``tree`` are the settings of the evaluation, model included; ``place`` is the directory of
+        its result and its log."""
         self.version = version
         self._place = place
         place.mkdir(parents=True, exist_ok=True)
@@ -147,11 +158,12 @@ class _Process:
 
     @property
     def has_ended(self) -> bool:
+        """Return whether the process has ended, without waiting for it."""
         return self._process.poll() is not None
 
     def result(self) -> VersionRewards:
-        """Wait for the end, and return what was measured. Raises :class:`~headrace.base.errors.EnvError` if the
-        process failed."""
+        """Wait for the process to end, and return what it measured. Raises :class:`~headrace.base.errors.EnvError` if
+        the process failed."""
         status = self._process.wait()
         self._close()
         if status != 0:
@@ -174,18 +186,21 @@ class _Process:
         self._close()
 
     def _close(self) -> None:
+        """Close the standard input of the process, if it is open."""
         if self._process.stdin is not None:
             self._process.stdin.close()
 
 
 def main() -> None:
-    """Measure what the first line of the standard input says, and write the result into the file that the first
-    argument names. When the standard input ends, the process and its children are killed."""
+    """Run the evaluation in the process that measures one version: read its settings as JSON from the first line of the
+    standard input, and write the result into the file that the first argument names. When the standard input ends,
+    because the training process has ended, this process and its children are killed."""
     from headrace.run.session import evaluate
 
     tree = json.loads(sys.stdin.buffer.readline())
 
     def watch() -> None:
+        """Wait for the end of the standard input, and then kill this process and its children."""
         os.read(sys.stdin.fileno(), 1)  # nothing else is written: this returns at the end
         os.killpg(0, signal.SIGKILL)
 

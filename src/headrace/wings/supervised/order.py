@@ -13,7 +13,7 @@ CHUNK = 4096
 
 
 class RowStream:
-    """The rows of a run in their order, without an end.
+    """The rows of a run in the order of training, without an end. A place is a position in this order, from 0 on.
 
     Without weights every row of every source comes once per epoch. With weights the source of each place is drawn by
     its weight, and each source visits its own rows epoch by epoch. The row of a place does not depend on how many
@@ -25,7 +25,8 @@ class RowStream:
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float] | None, *, seed: int, shuffle: bool) -> None:
-        """``sizes`` are the numbers of rows of the sources; ``weights`` their shares, or ``None``."""
+        """``sizes`` are the numbers of rows of the sources; ``weights`` are the shares of the sources among the places,
+        relative to each other, or ``None`` for no weights. With ``shuffle``, each epoch has a new random order."""
         self._sizes, self._seed = list(sizes), seed
         self._shares = None if weights is None else np.array(weights) / sum(weights)
         parts = [sum(sizes)] if weights is None else sizes
@@ -40,14 +41,15 @@ class RowStream:
         """The number of places that each source has among them."""
 
     def rows(self, first: int, end: int) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the rows at the places from ``first`` to ``end``, as indices over all sources."""
+        """Return the rows at the places from ``first`` up to ``end``, without ``end``, as indices into the rows of all
+        sources, one source after the other."""
         while len(self._drawn) < end:
             self._drawn = np.concatenate([self._drawn, self._next_chunk()])
         return self._drawn[first:end]
 
     def _next_chunk(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
-        """Return the numbers of the next :data:`CHUNK` rows: in the order of one epoch after the other, or drawn from
-        the sources by their weights."""
+        """Return the rows of the next :data:`CHUNK` places, as indices into the rows of all sources: in the order of
+        one epoch after the other, or drawn from the sources by their weights."""
         first = len(self._drawn)
         if self._shares is None:
             return np.array([self._orders[0](place) for place in range(first, first + CHUNK)], np.int64)

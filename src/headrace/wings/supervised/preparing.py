@@ -1,4 +1,5 @@
-"""Everything that is loaded and checked before the first step: rows, their order, the loss, the length of the run."""
+"""Everything that is loaded and checked before the first step: rows, their order, the loss, the length of the run. A
+place is a position in the order of training, from 0 on; a row that is visited in two epochs has two places."""
 
 from __future__ import annotations
 
@@ -37,9 +38,10 @@ Rows = Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSchedule:
-    """The places of a run: which rows each step trains."""
+    """The schedule of a run: which rows each step trains."""
 
     stream: RowStream
+    """The row of every place."""
     num_places: int
     """The number of rows that the run trains, counting every visit."""
     rows_per_step: int
@@ -47,16 +49,16 @@ class RowSchedule:
 
     @property
     def num_steps(self) -> int:
-        """Return the number of optimizer steps; the last may have fewer rows."""
+        """Return the number of optimizer steps of the whole run; the last may have fewer rows."""
         return -(-self.num_places // self.rows_per_step)
 
     def places(self, step: int) -> range:
-        """Return the places of the rows of ``step``."""
+        """Return the places that ``step``, counted from 0, trains."""
         first = step * self.rows_per_step
         return range(first, min(first + self.rows_per_step, self.num_places))
 
     def rows(self, step: int) -> Sequence[int]:
-        """Return the rows of ``step``, as indices over all sources."""
+        """Return the rows that ``step`` trains, as indices into the rows of all sources."""
         places = self.places(step)
         found: list[int] = self.stream.rows(places.start, places.stop).tolist()
         return found
@@ -64,21 +66,24 @@ class RowSchedule:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedTuning:
-    """A run on given rows, checked and ready to start."""
+    """A run on given rows, with everything loaded and checked, ready to start; made by :func:`prepare_tuning`."""
 
     config: TuningConfig
     """The settings, with a local directory in place of the model's name on a hub."""
     verb: str
     """``sft``, ``dpo`` or ``distill``."""
     objective: Objective
+    """The loss, and how it is averaged over the tokens or rows of a step."""
     rows: RowSet
+    """The rows to train on, rendered as tokens."""
     eval_rows: RowSet | None
     """The held-out rows; ``None`` without any."""
     schedule: RowSchedule
 
     @property
     def learner(self) -> LearnerConfig:
-        """Return the learner's settings; a teacher whose word comes with the rows is one that computes elsewhere."""
+        """Return the learner's settings. Where the rows themselves hold a teacher's scores, a teacher is added to the
+        settings that computes elsewhere, so that the learner reads recorded scores."""
         learner = self.config.learner
         if "top_k" in self.objective.columns and not learner.teachers:
             return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
@@ -86,16 +91,18 @@ class PreparedTuning:
 
     @property
     def samples_per_row(self) -> int:
-        """Return the number of samples of a row: two for a pair."""
+        """Return the number of samples of a row: two for a pair of answers, otherwise one."""
         return 2 if "pairs" in self.objective.columns else 1
 
     def recorded(self) -> dict[str, Any]:
-        """Return the settings as ``config.json`` keeps them: hub models by name and commit."""
+        """Return the settings as they are stored in ``config.json``: models of a hub by name and commit instead of
+        their local directory."""
         tree = self.config.model_dump(mode="json")
         return {"verb": self.verb, **with_models(tree, lambda _, path: pinned(path))}
 
     def fingerprint(self) -> str:
-        """Return two hashes: of the rows and their order, and of the other settings that decide what is learned."""
+        """Return two hashes, separated by a colon: of the rows and their order, without which a run cannot be resumed,
+        and of the other settings that decide what is learned, whose change is only reported."""
         run = self.config.run
         order: list[Any] = [run.seed, run.rows_per_step, self.config.data.shuffle]
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
@@ -105,6 +112,7 @@ class PreparedTuning:
 
 
 def _hash(tree: Any) -> str:
+    """Return a hash of a tree of plain values, as hexadecimal digits."""
     return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
@@ -112,7 +120,8 @@ def prepare_tuning(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, weights: bool = True
 ) -> PreparedTuning:
     """Load and check everything that a run needs, and return it. ``data`` and ``eval_data`` are rows in place of those
-    of the files. Where ``weights`` is false, the weights of a hub model are not fetched.
+    of the files that ``config`` names. With ``weights=False``, the weights of a model on a hub are not downloaded,
+    which is enough to describe the run.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` and
     :class:`~headrace.base.errors.ModelError`.
@@ -155,8 +164,8 @@ def prepare_tuning(
 
 
 def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
-    """Return how a row is rendered for a loss. A loss that reads a teacher reads it from the rows where no model is
-    one."""
+    """Return the method of ``renderer`` that turns a row into samples for this loss: with a teacher's scores
+    (distillation without a model as the teacher), as a pair, as a labelled answer (KTO), or as a sample to imitate."""
     if isinstance(config, DistillConfig) and not config.learner.teachers and config.teacher is None:
         return renderer.taught
     if "pairs" in objective.columns:
@@ -165,7 +174,9 @@ def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -
 
 
 def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
-    """Refuse batches of which KTO's divergence cannot be taken: it compares every answer with the prompt after it."""
+    """Refuse a run whose batches KTO's divergence cannot be estimated from: it reads every answer after the prompt of
+    another row. So a step needs more than one row, and the longest prompt with the longest answer must fit. Raises
+    :class:`~headrace.base.errors.ConfigError`."""
     per_step, num_places = config.run.rows_per_step, _num_places(config, rows)
     if per_step == 1 or num_places % per_step == 1:
         raise ConfigError(
@@ -174,6 +185,12 @@ def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> No
             remedy="set another run.rows_per_step, or run.steps",
         )
     samples = [row[0] for row in rows.rows]
+    if len({one.ids_T[: one.num_prompt].tobytes() for one in samples}) == 1:
+        raise ConfigError(
+            "loss='kto': all rows have one prompt, and there is no answer to another prompt to estimate the divergence "
+            "with",
+            remedy="give rows with several prompts, or choose loss = 'dpo' with pairs",
+        )
     longest = max(one.num_prompt for one in samples) + max(len(one.ids_T) - one.num_prompt for one in samples)
     if longest > min(limits.length, limits.together):
         raise ConfigError(
@@ -184,7 +201,8 @@ def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> No
 
 
 def _refuse_uneven(rows: RowSet) -> None:
-    """Refuse rows of which a teacher says more entries for one than for another: the loss would be another."""
+    """Refuse rows that hold a teacher's scores with different numbers of entries per token, because the loss would
+    differ from row to row. Raises :class:`~headrace.base.errors.DataError`."""
     sizes = [0 if row[0].teacher_scores is None else row[0].teacher_scores.ids_TK.shape[1] for row in rows.rows]
     other = next((place for place, size in enumerate(sizes) if size != sizes[0]), None)
     if other is not None:
@@ -201,7 +219,8 @@ def _held_out(
     render: Render,
     limits: RowLimits,
 ) -> RowSet | None:
-    """Return the held-out rows; ``None`` if there are none."""
+    """Return the held-out rows, from ``data`` or else from ``data.eval_path``; ``None`` if there are none. Raises
+    :class:`~headrace.base.errors.ConfigError` if evaluations are asked for and nothing can be evaluated."""
     if data is None and not config.data.eval_path:
         if config.run.eval_every and not config.eval:
             raise ConfigError(
@@ -213,7 +232,8 @@ def _held_out(
 
 
 def objective_of(config: TuningConfig) -> Objective:
-    """Return the objective of a run: the mean over tokens of the cross-entropy, or the mean over pairs."""
+    """Return the objective of a run: the mean over tokens of the cross-entropy or of the divergence from a teacher, the
+    mean over pairs of a preference loss, or the mean over rows of KTO's."""
     if isinstance(config, DistillConfig):
         return Objective(config.loss, (), TokenMean())
     if isinstance(config, DpoConfig):
@@ -223,7 +243,9 @@ def objective_of(config: TuningConfig) -> Objective:
 
 
 def _limits(config: TuningConfig, path: str) -> RowLimits:
-    """Return the limits of a row: of the settings, the learner and the model."""
+    """Return the limits of length and vocabulary that every row must keep, from the settings, the learner and the model
+    in ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` is more than learner and model
+    allow."""
     budget, context = config.learner.tokens_per_microbatch, limit_of(path).length
     length, why = min(
         (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
@@ -250,12 +272,14 @@ def _schedule(config: TuningConfig, rows: RowSet) -> RowSchedule:
 
 
 def _num_places(config: TuningConfig, rows: RowSet) -> int:
+    """Return how many rows the run trains, counting every visit of a row: by ``run.steps``, or by ``run.epochs``."""
     run = config.run
     return len(rows.rows) * run.epochs if run.steps is None else run.steps * run.rows_per_step
 
 
 def explain_tuning(prepared: PreparedTuning) -> str:
-    """Return the description of a run for a dry run: its rows, its length, its loss and where it computes."""
+    """Return the description of a run for ``--dry-run``, as lines of text: its rows, its length, its loss and its
+    evaluations."""
     config, schedule = prepared.config, prepared.schedule
     learner: LearnerConfig = config.learner.serving(prepared.objective.columns)
     samples = [sample for row in prepared.rows.rows for sample in row]
@@ -291,7 +315,7 @@ def explain_tuning(prepared: PreparedTuning) -> str:
 
 
 def loss_name(prepared: PreparedTuning) -> str:
-    """Return the name of the loss in a run file, with what it means."""
+    """Return the name of the run's loss for people; that of distillation with its teacher."""
     config = prepared.config
     if isinstance(config, DistillConfig):
         models: list[object] = [*config.learner.teachers]
@@ -303,4 +327,5 @@ def loss_name(prepared: PreparedTuning) -> str:
 
 
 def _rest(schedule: RowSchedule) -> bool:
+    """Return whether the last step has fewer rows than the others."""
     return schedule.num_places % schedule.rows_per_step != 0

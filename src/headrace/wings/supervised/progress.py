@@ -22,11 +22,14 @@ from headrace.run.observe.words import duration, number
 
 
 class TuningView(Observer, AbstractContextManager["TuningView"], Protocol):
-    """An observer that shows the progress, and restores the terminal at its end."""
+    """What shows the progress of a run: an observer, which the run calls with every step and event, and a context
+    manager that restores the terminal at its end."""
 
 
 def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> TuningView:
-    """Return the display that ``view`` asks for: a line that is redrawn on a terminal, plain lines elsewhere."""
+    """Return the display that ``view`` asks for: ``auto`` for a bar that is redrawn on a terminal and plain lines
+    elsewhere, ``plain`` for plain lines, ``none`` for no output. ``num_steps`` is the number of steps of the whole
+    run."""
     if view == "none":
         return SilentView()
     stream = LossTolerantStream(sys.stdout)
@@ -37,7 +40,7 @@ def open_progress(view: Literal["auto", "plain", "none"], num_steps: int) -> Tun
 
 
 def figures(record: StepRecord) -> str:
-    """Return the figures of a step, for people.
+    """Return the main figures of a step on one line, for people; figures that the step does not have are left out.
 
     >>> figures(StepRecord(step=0, version=1, clock_s=0, wall_s=4, metrics={"loss": 2.5, "lr": 1e-5}, seconds=2.0))
     'loss 2.5  lr 1e-05'
@@ -50,22 +53,24 @@ def figures(record: StepRecord) -> str:
 
 
 def _short(value: float | None) -> str:
+    """Return a figure as text; a value below 0.001, such as a learning rate, with three significant digits."""
     return number(value) if value is None or value == 0 or abs(value) >= 1e-3 else f"{value:.3g}"
 
 
 class LineView:
-    """One line per step and per event, for files and pipes."""
+    """A display of one line per step and per event, for files and pipes."""
 
     def __init__(self, stream: TextIO, num_steps: int) -> None:
+        """Write to ``stream``; the run has ``num_steps`` steps."""
         self._stream = stream
         self._num_steps = num_steps
 
     def step(self, record: StepRecord) -> None:
-        """Print a line about the step."""
+        """Print a line with the number of the step, its figures and the time since the start."""
         self._print(f"step {record.step + 1}/{self._num_steps}  {figures(record)}  at {duration(record.wall_s)}")
 
     def event(self, event: Event) -> None:
-        """Print the event."""
+        """Print the text of the event, with control characters made visible."""
         self._print(f"{'warning: ' if event.level == 'warning' else ''}{visible(event.text)}")
 
     def spans(self, spans: Sequence[Span]) -> None:
@@ -81,6 +86,7 @@ class LineView:
         self._stream.flush()
 
     def _print(self, line: str) -> None:
+        """Write one line at once, so that a file or pipe shows it without delay."""
         self._stream.write(f"{line}\n")
         self._stream.flush()
 
@@ -89,6 +95,7 @@ class BarView:
     """A bar with the figures of the last step at the foot of the terminal; events are printed above it."""
 
     def __init__(self, console: Console, num_steps: int) -> None:
+        """Draw on ``console``; the run has ``num_steps`` steps."""
         columns = (
             BarColumn(bar_width=24),
             TextColumn("{task.completed}/{task.total}"),
@@ -98,11 +105,11 @@ class BarView:
         self._task = self._progress.add_task("starting", total=num_steps)
 
     def step(self, record: StepRecord) -> None:
-        """Draw the step."""
+        """Move the bar to the step, and show the figures of the step beside it."""
         self._progress.update(self._task, completed=record.step + 1, description=figures(record))
 
     def event(self, event: Event) -> None:
-        """Print the event above the bar."""
+        """Print the text of the event above the bar, in yellow if it is a warning."""
         self._progress.console.print(
             Text(visible(event.text), style="yellow" if event.level == "warning" else "dim")
         )  # fmt: skip

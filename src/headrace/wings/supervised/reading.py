@@ -1,4 +1,6 @@
-"""The rows of a run: read from their sources, rendered, checked against what the model can hold, and counted."""
+"""The rows of a run: read from their sources, rendered as samples (sequences of tokens with a loss mask), checked
+against what the model can hold, and counted. A row that cannot be trained is refused, or left out if the settings say
+so."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from headrace.base.errors import DataError
 from headrace.rollout.environments.data import Row, as_rows, load_rows
@@ -20,62 +23,69 @@ from headrace.wings.supervised.rendering import RenderedSample, RowProblem
 Render = Callable[[Mapping[str, Any]], tuple[RenderedSample, ...]]
 """Renders a row as its samples: one, or the two of a pair. It raises :class:`RowProblem`."""
 PYTHON = "data"
-"""The name of rows that were passed in Python."""
+"""The name of the source of rows that were passed in Python, in messages."""
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A row that is not trained: a line of ``left_out.jsonl``."""
+    """A row that is not trained because something is wrong with it; also a line of ``left_out.jsonl``."""
 
     source: str
+    """The path of the file, or ``data`` for rows that were passed in Python."""
     row: int
     """The number of the row in its source, from 1."""
     reason: str
+    """The reason in one word, by which rows are counted, such as ``too_long``."""
     problem: str
-    """The reason in words."""
+    """What is wrong with the row, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceRows:
-    """The rows of one source that are trained, in the order of the source."""
+    """The rows of one source (a file, or rows passed in Python) that are trained, in the order of the source."""
 
     name: str
+    """The path of the file, or ``data`` for rows that were passed in Python."""
     weight: float | None
-    """The share of the source; ``None``: every row once per epoch."""
+    """The share of the source among the trained rows, relative to the other sources; ``None``: every row once per
+    epoch."""
     rows: list[tuple[RenderedSample, ...]]
+    """The samples of each row: one, or the two of a pair."""
     numbers: list[int]
     """The number of each row in the source, from 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowLimits:
-    """The limits that a row must keep."""
+    """The limits of size that a row must keep, in tokens."""
 
     length: int
     """The most tokens of one sample."""
     together: int
     """The most tokens of all samples of a row, which are computed in one pass."""
     why: str
-    """The setting or fact that ``length`` comes from."""
+    """The setting or fact that ``length`` comes from, in words for messages."""
     vocab_size: int
     """The number of token ids that the model knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowSet:
-    """All rows of one purpose: to train on, or held out."""
+    """The rows of a run for one purpose, to train on or held out, with what was left out."""
 
     sources: list[SourceRows]
     left_out: list[LeftOut]
+    """The rows that cannot be trained."""
     num_cut: int
     """The number of rows that were cut off at their limit."""
 
     @property
     def rows(self) -> list[tuple[RenderedSample, ...]]:
-        """Return the rows of all sources, one source after the other."""
+        """Return the samples of every row, one source after the other: one sample a row, or the two of a pair."""
         return [row for source in self.sources for row in source.rows]
 
     def place(self, row: int) -> str:
-        """Return the source and the number of a row of :attr:`rows`, for people."""
+        """Return where a row was read, as text for messages: its source, and its number there. ``row`` is its index in
+        :attr:`rows`; ``IndexError`` if there is no such row."""
         for source in self.sources:
             if row < len(source.rows):
                 return f"{source.name}, row {source.numbers[row]}"
@@ -83,7 +93,8 @@ class RowSet:
         raise IndexError(row)
 
     def fingerprint(self) -> str:
-        """Return a hash of all tokens and masks, in their order."""
+        """Return a hash of all tokens, masks, sides and teacher's scores in their order, by which a resumed run sees
+        that its rows are the same."""
         digest = hashlib.blake2b(digest_size=8)
         for sample in (sample for row in self.rows for sample in row):
             digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + bytes([sample.side % 256, 255]))
@@ -92,7 +103,7 @@ class RowSet:
         return digest.hexdigest()
 
     def words(self) -> str:
-        """Return what was left out and cut off, in words; empty where nothing was."""
+        """Return how many rows were left out and cut off, and why, in words for a message; empty if there are none."""
         parts = []
         if self.left_out:
             parts.append(f"{plural(len(self.left_out), 'row')} left out ({_counted(self.left_out)})")
@@ -109,7 +120,8 @@ def read_rows(
     *,
     limits: RowLimits,
 ) -> RowSet:
-    """Read and render the rows of ``files`` (each a path and a weight), or ``data`` in their place.
+    """Read the rows of ``files`` (each a path and a weight), or take ``data`` in their place, and turn each into
+    samples with ``render``. Rows beyond ``limits`` are refused, left out or cut off, as ``config`` says.
 
     Raises :class:`~headrace.base.errors.DataError` that names the first row that cannot be trained and counts the
     others, unless ``data.bad_rows`` leaves them out; and where a source has no row left.
@@ -138,7 +150,8 @@ def read_rows(
 
 
 def _refuse(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None:
-    """Raise the error of rows that cannot be trained, unless they may be left out and others remain."""
+    """Raise :class:`~headrace.base.errors.DataError` if rows that cannot be trained may not be left out, or if a source
+    has no other rows. ``first`` is the problem of the first such row, ``None`` if there was none."""
     hard = [row for row in found.left_out if not _may_leave(row, config)]
     empty = next((source for source in found.sources if not source.rows), None)
     if first is None or (not hard and empty is None):
@@ -153,14 +166,18 @@ def _refuse(found: RowSet, first: RowProblem | None, config: RowsConfig) -> None
 
 
 def _may_leave(row: LeftOut, config: RowsConfig) -> bool:
+    """Return whether the settings let this row be left out: ``data.long_rows`` decides for a row that is too long,
+    ``data.bad_rows`` for any other."""
     return (config.long_rows if row.reason == "too_long" else config.bad_rows) == "skip"
 
 
 def _counted(rows: Iterable[LeftOut]) -> str:
+    """Return how many rows were left out for each reason, as text, such as ``too_long 3, no_text 1``."""
     return ", ".join(f"{reason} {count:,}" for reason, count in Counter(row.reason for row in rows).most_common())
 
 
 def _renamed(row: Row, config: RowsConfig) -> Row:
+    """Return a row whose columns have the names that rows are read by, as ``data.columns`` maps them."""
     given = {name: row[column] for name, column in config.columns.items() if column in row}
     return {**row, **given}
 
@@ -168,7 +185,8 @@ def _renamed(row: Row, config: RowsConfig) -> Row:
 def _fitted(
     samples: tuple[RenderedSample, ...], config: RowsConfig, limits: RowLimits
 ) -> tuple[tuple[RenderedSample, ...], bool]:
-    """Return the samples of a row within the limits, and whether some were cut off."""
+    """Return the samples of a row within the limits, cut off if the settings say so, and whether they were cut off.
+    Raises :class:`RowProblem` for a row that is too long, and for token ids that the model does not have."""
     said = [sample.teacher_scores.ids_TK for sample in samples if sample.teacher_scores is not None]
     largest = max(int(ids.max()) for ids in (*said, *(sample.ids_T for sample in samples)))
     if largest >= limits.vocab_size:
@@ -183,7 +201,14 @@ def _fitted(
     if longest <= most and whole <= limits.together:
         return samples, False
     if config.long_rows == "cut":
-        return tuple(_cut(sample, most) for sample in samples), True
+        cut = tuple(_cut(sample, most) for sample in samples)
+        if len(cut) == 2 and np.array_equal(cut[0].ids_T, cut[1].ids_T):
+            raise RowProblem(
+                "same_answers",
+                f"chosen and rejected are the same in their first {most:,} tokens, to which they are cut",
+                remedy="allow longer rows, or remove the row",
+            )
+        return cut, True
     if longest > limits.length:
         raise RowProblem(
             "too_long",

@@ -40,7 +40,8 @@ _MARKS = re.compile(r"{%-?\s*generation\b")
 
 
 class RowProblem(DataError):
-    """The error of one row that cannot be trained, with the reason that is counted."""
+    """The error of a row that cannot be trained on. ``reason`` is one word, by which such rows are counted; ``problem``
+    says what is wrong in words."""
 
     def __init__(self, reason: str, problem: str, *, remedy: str) -> None:
         super().__init__(problem, remedy=remedy)
@@ -49,25 +50,29 @@ class RowProblem(DataError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedSample:
-    """One sequence of tokens that is trained."""
+    """One sequence of tokens that is trained. A row has one sample, or two if it is a pair of answers."""
 
     ids_T: IntColumn
+    """The token ids, prompt first."""
     mask_T: npt.NDArray[np.bool_]
-    """The tokens that carry loss; never the first, which follows no token."""
+    """Whether each token carries loss; never the first, which follows no token."""
     side: int = 0
-    """1 for a chosen answer, −1 for a rejected one, 0 for a sample that is not compared."""
+    """1 for a chosen (or good) answer, −1 for a rejected (or bad) one, 0 for a sample to imitate."""
     num_prompt: int = 0
-    """The number of tokens of the prompt, for a compared sample; 0 otherwise."""
+    """The number of tokens of the prompt, for an answer with a side; 0 otherwise."""
     teacher_scores: TeacherScores | None = None
-    """What a teacher gave each token, where the row says so."""
+    """The log-probabilities that a teacher gave each token; ``None`` unless the row holds them or a teacher has
+    computed them."""
 
 
 class RowRenderer:
-    """Renders rows with the tokenizer and the chat template of one model."""
+    """Turns rows into samples with the tokenizer and the chat template of one model. Each public method renders one
+    form of row, and returns all samples of the row."""
 
     def __init__(self, tokenizer: Any, stop_ids: Sequence[int], loss_on: LossOn, *, prompt_loss: bool = False) -> None:
-        """``stop_ids`` are the tokens that end an answer. ``prompt_loss`` says that the prompt before a chosen answer
-        carries loss too."""
+        """``stop_ids`` are the ids of the tokens that end an answer. ``loss_on`` says which tokens of a conversation
+        carry loss: all turns of the assistant (``assistant``), only its last turn (``last``), or every token (``all``).
+        With ``prompt_loss``, the prompt before a chosen answer carries loss too."""
         self._prompt_loss = prompt_loss
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
@@ -78,7 +83,9 @@ class RowRenderer:
     # -- one sample a row ---------------------------------------------------------------------------------------------
 
     def imitated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the sample of a row to imitate. Raises :class:`RowProblem` for one that cannot be trained."""
+        """Return the one sample of a row for supervised training, in a tuple. The row has a conversation, token ids, a
+        prompt with its completion, or plain text; if it has several of these, the first in this order is used. Raises
+        :class:`RowProblem` for a row that cannot be trained on."""
         if "messages" in row:
             ids, mask = self._conversation(_messages(row["messages"], "messages"), 0, _tools(row))
         elif "input_ids" in row:
@@ -87,13 +94,14 @@ class RowRenderer:
             ids, mask = self._completion(row["prompt"], row["completion"], _tools(row))
         elif "text" in row:
             ids = self._ended([*self._opening(_text(row["text"], "text"))])
-            mask = [True] * len(ids)
+            mask = [True] * len(ids)  # _checked takes the loss off the first token
         else:
             raise _columns(row, "messages; prompt and completion; text; or input_ids")
         return (_checked(ids, mask),)
 
     def _completion(self, prompt: Any, completion: Any, tools: Any) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a prompt and its completion, and which of them carry loss."""
+        """Return the token ids of a prompt followed by its completion, and whether each carries loss. Both are text or
+        messages. ``tools`` are the descriptions of tools for the chat template, or ``None``."""
         if isinstance(prompt, list) and isinstance(completion, list):
             before = _messages(prompt, "prompt")
             return self._conversation([*before, *_messages(completion, "completion")], len(before), tools)
@@ -106,7 +114,8 @@ class RowRenderer:
         return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
 
     def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the sample of a row of tokens with what a teacher gave each of them. Raises :class:`RowProblem`."""
+        """Return the only sample of a row of tokens, with the scores that a teacher gave each token, as the row holds
+        them. Raises :class:`RowProblem` for another row."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
             raise _columns(
                 row,
@@ -118,7 +127,8 @@ class RowRenderer:
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
     def compared(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the chosen and the rejected sample of a row. Raises :class:`RowProblem` for a row that is no pair."""
+        """Return the two samples of a row with a pair of answers: the chosen one with side 1, then the rejected one
+        with side −1. Raises :class:`RowProblem` for a row that is no pair."""
         both: list[tuple[list[int], list[int]]]
         if {"prompt_ids", "chosen_ids", "rejected_ids"} <= row.keys():
             asked = _ids(row["prompt_ids"], "prompt_ids")
@@ -142,7 +152,9 @@ class RowRenderer:
         )
 
     def _answer(self, row: Mapping[str, Any], name: str) -> tuple[list[int], list[int]]:
-        """Return the tokens of the prompt and of one of the two answers."""
+        """Return the token ids of the prompt of a row, and those of the answer in its column ``name`` (``chosen`` or
+        ``rejected``). Prompt and answer are text or messages; an answer may also be a whole conversation that begins
+        with the prompt."""
         given = row[name]
         if not isinstance(given, list):
             if "prompt" not in row:
@@ -164,14 +176,16 @@ class RowRenderer:
         return self._split([*before, *answer], len(before), _tools(row))
 
     def _split(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[int]]:
-        """Return the tokens of the first ``num_before`` messages with the opening of an answer, and the others."""
+        """Return the token ids of a conversation in two parts: the first ``num_before`` messages, which are the prompt,
+        with the opening of an answer; and the rest, which is the answer up to its last stop token."""
         text = self._render(messages, tools, answer=False)
         ids = self._encode(text)
         start = self._place(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
         return ids[:start], self._without_tail(ids[start:])
 
     def rated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
-        """Return the sample of an answer with a label, good or bad. Raises :class:`RowProblem` for another row."""
+        """Return the only sample of a row with one answer and its label, with side 1 if it is good (true) and −1 if it
+        is bad (false). Raises :class:`RowProblem` for another row."""
         if not {"prompt", "completion", "label"} <= row.keys():
             raise _columns(row, "prompt, completion and label")
         label = _read(row["label"].lower() if isinstance(row["label"], str) else row["label"])
@@ -184,7 +198,9 @@ class RowRenderer:
     # -- conversations ------------------------------------------------------------------------------------------------
 
     def _conversation(self, messages: Messages, num_before: int, tools: Any) -> tuple[list[int], list[bool]]:
-        """Return the tokens of a conversation and its mask. Turns before ``num_before`` are a prompt."""
+        """Return the token ids of a conversation, and whether each carries loss. The first ``num_before`` messages are
+        a prompt without loss, unless every token carries loss. ``tools`` are the descriptions of tools for the chat
+        template, or ``None``."""
         turns = [n for n, one in enumerate(messages) if one["role"] == "assistant" and n >= num_before]
         if self._loss_on != "all" and not turns:
             raise RowProblem(
@@ -207,7 +223,8 @@ class RowRenderer:
         return ids, mask
 
     def _by_marks(self, messages: Messages, tools: Any) -> tuple[list[int], list[bool]]:
-        """Return tokens and mask of a template that marks the assistant's turns."""
+        """Return the token ids of a conversation, and whether each carries loss, by a chat template that marks the
+        assistant's turns itself with ``{% generation %}``."""
         try:
             made = self._tokenizer.apply_chat_template(
                 messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
@@ -222,7 +239,9 @@ class RowRenderer:
         return ids, mask
 
     def _place(self, ids: list[int], text: str, prefix: str, num_messages: int) -> int:
-        """Return the number of tokens of ``prefix``, which begins ``text`` exactly, in characters and in tokens."""
+        """Return the number of tokens of ``prefix``, the text of the first ``num_messages`` messages alone. Raises
+        :class:`RowProblem` unless ``prefix`` begins ``text``, the whole conversation, in characters, and its tokens
+        begin ``ids``, the tokens of the whole."""
         if not text.startswith(prefix):
             same = next((n for n, (a, b) in enumerate(zip(text, prefix, strict=False)) if a != b), len(text))
             raise RowProblem(
@@ -243,12 +262,15 @@ class RowRenderer:
         return len(begun)
 
     def _without_tail(self, ids: list[int]) -> list[int]:
-        """Return the tokens of an answer up to its last stop token: the model does not sample what follows."""
+        """Return the token ids of an answer up to its last stop token, because the model does not sample what a
+        template writes after it; all of them if there is no stop token."""
         ends = [place for place, token in enumerate(ids) if token in self._stop_ids]
         return ids[: ends[-1] + 1] if ends else ids
 
     def _render(self, messages: Messages, tools: Any, *, answer: bool) -> str:
-        """Return the conversation as text, by the chat template. With ``answer``, the opening of an answer follows."""
+        """Return messages as text, by the chat template; empty for no messages. With ``answer``, the opening of an
+        answer of the assistant follows. Raises :class:`RowProblem` if there is no template, or if it refuses the
+        messages."""
         if self._template is None:
             raise RowProblem(
                 "no_template",
@@ -268,20 +290,25 @@ class RowRenderer:
     # -- text ---------------------------------------------------------------------------------------------------------
 
     def _encode(self, text: str) -> list[int]:
+        """Return the token ids of a text, without special tokens that the tokenizer would add."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
     def _opening(self, text: str) -> list[int]:
-        """Return the tokens of a text from its beginning, without an end that the tokenizer adds."""
+        """Return the token ids of a text with which a sequence begins: with a beginning token if the tokenizer adds
+        one, but without an end-of-sequence token."""
         ids: list[int] = self._tokenizer.encode(text)
         return ids[:-1] if len(ids) > 1 and ids[-1] == self._tokenizer.eos_token_id else ids
 
     def _ended(self, ids: list[int]) -> list[int]:
+        """Return the token ids of an answer with a stop token at the end: the end-of-sequence token is added if there
+        is none."""
         return ids if ids and ids[-1] in self._stop_ids else [*ids, self._tokenizer.eos_token_id]
 
 
 def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:
-    """Return the sample. Raises :class:`RowProblem` where no token would carry loss."""
+    """Return the sample of these tokens, with the mask of those that carry loss; the first token never does. Raises
+    :class:`RowProblem` where no token would carry loss."""
     mask_T = np.array(mask, bool)
     mask_T[:1] = False
     if not mask_T.any():
@@ -292,7 +319,9 @@ def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int
 
 
 def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
-    """Return the token ids of a row, and whether each carries loss."""
+    """Return the token ids of a row of tokens, and whether each carries loss: its label is the token's own id, or −100
+    for no loss. Without labels, every token carries loss. Raises :class:`RowProblem` for labels that do not fit the
+    tokens."""
     ids = _ids(row["input_ids"], "input_ids")
     labels = _read(row["labels"]) if "labels" in row else ids
     if not isinstance(labels, list) or len(labels) != len(ids):
@@ -310,7 +339,9 @@ def _labelled(row: Mapping[str, Any]) -> tuple[list[int], list[bool]]:
 
 
 def _teacher_scores(row: Mapping[str, Any], sample: RenderedSample) -> TeacherScores:
-    """Return the teacher's entries of the tokens of ``sample`` that carry loss. Raises :class:`RowProblem`."""
+    """Return the scores of ``sample`` that its row holds: for each token with loss, K of the teacher's likeliest
+    entries with their log-probabilities. Other tokens have no scores. A token that is not among its entries gets the
+    rest of the probability. Raises :class:`RowProblem` for columns that do not fit."""
     columns = [_read(row[name]) for name in ("teacher_ids", "teacher_logprobs")]
     count, places = len(sample.ids_T), np.flatnonzero(sample.mask_T).tolist()
     if not all(isinstance(column, list) and len(column) == count for column in columns):
@@ -342,11 +373,12 @@ LEAST = -60.0
 
 
 def _mass(logs: Sequence[float]) -> float:
+    """Return the sum of the probabilities of entries with these log-probabilities."""
     return sum(math.exp(max(each, LEAST)) for each in logs)
 
 
 def _misaligned_teacher(words: str) -> RowProblem:
-    """Return the problem of a row whose teacher columns do not fit its tokens."""
+    """Return the problem of a row whose teacher columns do not fit its tokens; ``words`` say how."""
     return RowProblem(
         "no_teacher",
         f"teacher_ids and teacher_logprobs {words}",
@@ -356,7 +388,8 @@ def _misaligned_teacher(words: str) -> RowProblem:
 
 
 def _ids(value: Any, name: str) -> list[int]:
-    """Return the token ids of a column. Raises :class:`RowProblem` for another value."""
+    """Return the token ids of the column ``name``, given as a list or as its JSON. Raises :class:`RowProblem` for
+    another value."""
     found = _read(value)
     whole = isinstance(found, list) and found and all(type(each) is int and 0 <= each < 2**31 for each in found)
     if not whole:
@@ -366,7 +399,7 @@ def _ids(value: Any, name: str) -> list[int]:
 
 
 def _text(value: Any, name: str) -> str:
-    """Return the text of a column. Raises :class:`RowProblem` for an empty or another value."""
+    """Return the text of the column ``name``. Raises :class:`RowProblem` if it is empty or no text."""
     if not isinstance(value, str) or not value:
         words = "empty" if value == "" else f"a {type(value).__name__}"
         raise RowProblem("no_text", f"{name} is {words}", remedy=f"give {name} as text, or the whole row as messages")
@@ -374,7 +407,8 @@ def _text(value: Any, name: str) -> str:
 
 
 def _messages(value: Any, name: str) -> Messages:
-    """Return the messages of a column, given as a list or as its JSON. Raises :class:`RowProblem` for another value."""
+    """Return the messages of the column ``name``, given as a list or as its JSON, without keys whose value is ``None``.
+    Raises :class:`RowProblem` for another value."""
     found = _read(value)
     if not isinstance(found, list) or not found or not all(isinstance(each, dict) for each in found):
         raise RowProblem("no_messages", f"{name} is no list of messages", remedy='[{"role": "user", "content": "..."}]')
@@ -386,11 +420,13 @@ def _messages(value: Any, name: str) -> Messages:
 
 
 def _tools(row: Mapping[str, Any]) -> Any:
+    """Return the descriptions of the tools of a row, as the chat template takes them; ``None`` if it has none."""
     return _read(row["tools"]) or None if "tools" in row else None
 
 
 def _read(value: Any) -> Any:
-    """Return a list that a cell of a CSV file holds as JSON; any other value as it is."""
+    """Return ``value``, the content of a cell. Text that is valid JSON, as cells of a CSV file hold lists, is decoded;
+    any other value is returned as it is."""
     if not isinstance(value, str):
         return value
     try:
@@ -400,8 +436,9 @@ def _read(value: Any) -> Any:
 
 
 def _common_prompt(row: Mapping[str, Any]) -> Messages:
-    """Return the messages that both conversations of a pair begin with. Raises :class:`RowProblem` where there are
-    none, and where a prompt that is text beside them is another one."""
+    """Return the messages with which both conversations of a pair begin; of a single answer, all messages but the last.
+    Raises :class:`RowProblem` where there are none, and where the row also has a prompt as text that none of them
+    holds."""
     names = [name for name in ("chosen", "rejected") if name in row]
     conversations = [_messages(row[name], name) for name in names]
     first, other = conversations[0], conversations[-1]
@@ -426,8 +463,8 @@ def _common_prompt(row: Mapping[str, Any]) -> Messages:
 
 
 def _refuse_other_turns(answer: Messages, name: str) -> None:
-    """Raise :class:`RowProblem` for an answer that is empty, or whose first or last turn is not the assistant's.
-    ``name`` is the column of the answer (``chosen`` or ``rejected``)."""
+    """Raise :class:`RowProblem` for an answer that has no messages, or whose first or last message is not the
+    assistant's. ``name`` is the column of the answer (``chosen`` or ``rejected``)."""
     role = next((turn["role"] for turn in (*answer[:1], *answer[-1:]) if turn["role"] != "assistant"), None)
     if not answer or role is not None:
         what = "ends with the prompt" if role is None else f"begins or ends with a turn of {role!r}"
@@ -439,13 +476,14 @@ def _refuse_other_turns(answer: Messages, name: str) -> None:
 
 
 def _same_answers() -> RowProblem:
+    """Return the problem of a pair whose two answers are equal."""
     return RowProblem(
         "same_answers", "chosen and rejected are the same: there is nothing to prefer", remedy="remove the row"
     )
 
 
 def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
-    """Return the problem of a row that lacks the ``expected`` columns."""
+    """Return the problem of a row that lacks the columns that ``expected`` describes in words."""
     return RowProblem(
         "no_columns",
         f"it has the columns {', '.join(map(str, row))}, and needs {expected}",
@@ -454,7 +492,7 @@ def _columns(row: Mapping[str, Any], expected: str) -> RowProblem:
 
 
 def _template(error: Exception) -> RowProblem:
-    """Return the problem of a row that the chat template refuses."""
+    """Return the problem of a row on which the chat template raised ``error``."""
     return RowProblem(
         "template_error",
         f"the chat template refuses it: {type(error).__name__}: {str(error)[:200]}",

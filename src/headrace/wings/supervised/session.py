@@ -1,4 +1,5 @@
-"""A run on given rows: it opens the run directory, trains step by step with the learner, and writes what it did.
+"""A run of ``headrace sft``, ``dpo`` or ``distill``, which trains on the rows of a dataset instead of on episodes that
+it samples. It opens the run directory, trains step by step with the learner, and writes what it did.
 
     rows of a step ──▶ ledger: TAKEN ──▶ the learner's step ──▶ ledger: TRAINED ──▶ metrics.jsonl, status.json
                                                     └── every checkpoint_every steps ──▶ checkpoints/step-N
@@ -78,20 +79,22 @@ def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None,
 
 
 def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model on pairs of answers as ``config`` says, and return the summary; see :func:`sft`."""
+    """Train a model on pairs of answers, one preferred to the other, as ``config`` says, and return the summary; the
+    arguments are those of :func:`sft`."""
     return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
 
 
 def distill(config: Any, *, data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model towards a teacher on the tokens of rows as ``config`` says, and return the summary; see
-    :func:`sft`."""
+    """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary; the
+    arguments are those of :func:`sft`."""
     return tune(load_tuning(DistillConfig, config), data=data, resume=resume)
 
 
 def tune(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False
 ) -> TuningSummary:
-    """Train as the settings of either verb say; see :func:`sft`."""
+    """Train as ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, says, and return the summary; the
+    other arguments are those of :func:`sft`."""
     refuse_inside_a_run()
     prepared = prepare_tuning(config, data=data, eval_data=eval_data)
     clock = RealClock()
@@ -111,7 +114,8 @@ def tune(
 
 
 def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path) -> None:
-    """Refuse to go on with a run that has made its last step, or whose rows have changed."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the run cannot go on from ``start``: because it has made its
+    last step already, or because its rows or their order have changed since its snapshot."""
     steps, summary = prepared.schedule.num_steps, read_summary(run_dir)
     ended = summary is not None and summary["status"] == "finished"
     if start.step > steps or (start.step == steps and ended):
@@ -131,25 +135,32 @@ def _refuse_ended(prepared: PreparedTuning, start: StartingPoint, run_dir: Path)
 
 @dataclass(slots=True, kw_only=True)
 class _Totals:
-    """The counts of this life of the run."""
+    """What a run has counted and measured so far. A life of a run is the time from one start or resumption to the end
+    of its process; all but ``steps_done`` is of the present life."""
 
     steps_done: int = 0
-    """Steps behind the weights, of all lives."""
+    """Number of optimizer steps behind the weights, those of earlier lives included."""
     losses: list[float] = field(default_factory=list)
+    """The loss of every step."""
     trained_tokens: int = 0
+    """Number of tokens that carried loss."""
     tokens: int = 0
+    """Number of tokens of the trained rows, prompts included."""
     evals: dict[int, dict[str, float]] = field(default_factory=dict)
     """The metrics of the held-out rows by version."""
     rewards: dict[int, dict[str, float]] = field(default_factory=dict)
     """The mean reward and pass@k by version."""
     warnings: list[str] = field(default_factory=list)
+    """The warnings that were shown, each once."""
     began_s: float = 0.0
     """When the first step of this life began."""
     phase: str = "starting"
+    """What the run does now, for people: ``starting``, ``training``, ``evaluating``, or its last status."""
 
 
 class TuningRun:
-    """One life of a run on given rows."""
+    """One life of a run that trains on the rows of a dataset: the time from one start or resumption to its end. It owns
+    the learner, the ledger and the files of the run; :func:`tune` makes one and calls :meth:`run` once."""
 
     def __init__(
         self,
@@ -161,7 +172,8 @@ class TuningRun:
         start: StartingPoint,
         stack: ExitStack,
     ) -> None:
-        """Open the ledger, the files and the model. ``stack`` closes them."""
+        """Open the ledger, the files and the model, and go back to ``start``, step 0 or a snapshot. ``held`` is the
+        lock of the run directory; ``stack`` closes what is opened here."""
         self._prepared, self._run_dir, self._held, self._clock = prepared, run_dir, held, clock
         self._totals = _Totals(steps_done=start.step)
         self._start_s = self._status_s = clock.now()
@@ -184,7 +196,9 @@ class TuningRun:
             stack.callback(self._measurements.close)
 
     def run(self) -> TuningSummary:
-        """Train to the last step, or until the run is to stop, and return the summary, which is also written."""
+        """Train to the last step, or until the run is to stop, and return the summary, which is also written to
+        ``summary.json``. After an error, the summary is written with the status ``failed`` (``stopped`` after a second
+        Ctrl-C), and the error is raised."""
         try:
             with stopping_on_signals(self._stop, self._event), gc_frozen():
                 status = self._train()
@@ -209,22 +223,25 @@ class TuningRun:
         return Observers(observers)
 
     def _open_ledger(self, stack: ExitStack) -> Ledger:
-        """Open the ledger of the run, in which each row is a group. ``stack`` closes it."""
+        """Open the ledger of the run, in which each row of the dataset is a group, and the samples of the row are the
+        episodes of that group. ``stack`` closes the ledger."""
         samples, rows = self._prepared.samples_per_row, self._prepared.config.run.rows_per_step
-        sizes = FlowConfig(group_size=samples, groups_per_step=rows, max_age=0, min_episodes=samples)
-        ledger = make_ledger(sizes, self._run_dir)
+        flow = FlowConfig(group_size=samples, groups_per_step=rows, max_age=0, min_episodes=samples)
+        ledger = make_ledger(flow, self._run_dir)
         stack.callback(ledger.close)
         return ledger
 
     def _taught_rows(self) -> Sequence[tuple[RenderedSample, ...]]:
-        """Return the rows to train, scored by the teacher if it has an engine, whose memory is free again then."""
+        """Return the rows to train on. If the teacher has an engine, it scores them first; the memory of that engine is
+        free again when this returns."""
         config, rows = self._prepared.config, self._prepared.rows
         if isinstance(config, DistillConfig) and config.has_engine:
             return taught_rows(config, rows, self._run_dir, self._event)
         return rows.rows
 
     def _open_learner(self, start: StartingPoint) -> LearnerCore:
-        """Load the model and restore the snapshot that the run starts from."""
+        """Load the model, from the model directory or the snapshot of ``start``, and return the learner, with its
+        optimizer restored from the snapshot if there is one."""
         config = self._prepared.config
         device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
         model = config.model if start.snapshot is None else config.model.at(str(start.snapshot))
@@ -240,7 +257,8 @@ class TuningRun:
         return core
 
     def _report_start(self, start: StartingPoint) -> None:
-        """Record the start of the run, and warn of changed settings and of rows that were left out."""
+        """Record the start of the run, write the first status, list the rows that were left out in a file, and warn the
+        user of such rows and of settings that have changed since ``start``."""
         self._write_status("running")
         self._rows.note("start", f"step {start.step}")
         if start.step:
@@ -262,7 +280,8 @@ class TuningRun:
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _train(self) -> str:
-        """Make the steps that are left, and return the status of the run."""
+        """Make the steps that are left, with evaluations and snapshots on the way and a snapshot at the end. Return the
+        status of the run: ``finished``, or ``stopped`` if it was asked to stop before its last step."""
         schedule, run, totals = self._prepared.schedule, self._prepared.config.run, self._totals
         if not totals.steps_done:
             self._evaluate()
@@ -291,7 +310,8 @@ class TuningRun:
         return "finished" if ended else "stopped"
 
     def _step(self, step: int) -> None:
-        """Train one step, and record it."""
+        """Train step ``step``: lay out its rows as a batch, let the learner train on it, and record the step in the
+        ledger and in the metrics."""
         schedule, all_rows = self._prepared.schedule, self._all_rows
         numbers, rows = list(schedule.places(step)), schedule.rows(step)
         batch, episodes = batch_of(
@@ -303,7 +323,9 @@ class TuningRun:
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
     def _record(self, report: StepReport, num_tokens: int, *, epoch: float) -> None:
-        """Record the metrics of a step."""
+        """Add a step to the totals, and give its metrics to the observers. ``num_tokens`` is the number of tokens of
+        its batch, prompts included; ``epoch`` is the number of epochs behind it. Held-out metrics of the weights before
+        this step, and rewards that were measured meanwhile, are added to the metrics."""
         totals, now_s = self._totals, self._clock.now()
         totals.steps_done = report.step + 1
         totals.losses.append(report.metrics["loss"])
@@ -335,7 +357,8 @@ class TuningRun:
             self._write_status("running")
 
     def _evaluate(self) -> None:
-        """Measure the loss on the held-out rows, if there are any, and begin to measure rewards, if that is asked."""
+        """Measure the loss of the present weights on the held-out rows, if there are any, and begin to measure their
+        rewards in another process, if the table ``[eval]`` is set."""
         found, totals = self._prepared.eval_rows, self._totals
         if self._measurements is not None:
             if totals.steps_done not in (0, self._saved):
@@ -352,7 +375,8 @@ class TuningRun:
         self._event(f"held-out rows at version {totals.steps_done}: {words}")
 
     def _take_measured(self) -> VersionRewards | None:
-        """Note the measurements that have ended since the last step, and return the last of them."""
+        """Record the measurements of rewards that have ended since the last call, and return the last of them; ``None``
+        if none has ended."""
         ended = [] if self._measurements is None else self._measurements.take()
         for each in ended:
             pass_at = {f"pass@{k}": value for k, value in each.pass_at.items()}
@@ -364,12 +388,15 @@ class TuningRun:
         return ended[-1] if ended else None
 
     def _measured(self, found: RowSet) -> dict[str, float]:
+        """Return the metrics of the present weights on the rows ``found``, without training on them."""
         batch, _ = batch_of(0, list(enumerate(found.rows)))
         metrics = tuning_metrics(self._core.evaluate(batch))
         return {name: value for name, value in metrics.items() if name != "tokens"}
 
     def _save(self) -> None:
-        """Write a snapshot of the present step."""
+        """Write a snapshot of the weights and of the optimizer at the present step, and remove the oldest snapshots
+        beyond the number to keep. The ledger is written to the disk before, so that it contains every step of the
+        snapshot."""
         step = self._totals.steps_done
         unfinished = checkpoint.begin(self._run_dir / CHECKPOINTS, step)
         try:
@@ -389,24 +416,27 @@ class TuningRun:
     # -- what others see ----------------------------------------------------------------------------------------------
 
     def _event(self, text: str) -> None:
+        """Show the user an event, and record it, as a line of text."""
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text))
 
     def _warn(self, text: str) -> None:
-        """Tell the user a warning, once."""
+        """Show the user a warning; the same text is shown only once."""
         if text in self._totals.warnings:
             return
         self._totals.warnings.append(text)
         self._observers.event(Event(wall_s=self._clock.now() - self._start_s, text=text, level="warning"))
 
     def _alarmed(self, raised: Raised, stop: bool) -> None:
-        """Tell the user an alarm, and stop the run after this step if it is one to stop on."""
+        """Show the user an alarm as a warning; the alarms call this. With ``stop``, also end the run after the present
+        step."""
         self._warn(str(raised))
         if stop and not self._stop.requested:
             self._event(f"stopping because of the alarm {raised.name} (observe.alarms.stop_on)")
             self._stop.requested = True
 
     def _write_status(self, state: str) -> None:
-        """Write ``status.json`` and the present state for ``headrace watch``."""
+        """Write ``status.json``, and give the present state to the observers, for the display and for ``headrace
+        watch``. ``state`` is ``running`` or ``ended``."""
         totals, now_s, steps = self._totals, self._clock.now(), self._prepared.schedule.num_steps
         self._status_s = now_s
         component = ComponentStatus(
@@ -444,7 +474,8 @@ class TuningRun:
         )
 
     def _finish(self, status: str, cause: str = "") -> TuningSummary:
-        """Write the last status and the summary, and return the summary."""
+        """Write the last status and the summary, and return the summary. ``status`` is ``finished``, ``stopped`` or
+        ``failed``, and ``cause`` the reason of a failure."""
         totals, now_s = self._totals, self._clock.now()
         totals.phase = status
         wall_s = now_s - totals.began_s if totals.began_s else 0.0
@@ -481,13 +512,15 @@ class TuningRun:
         return summary
 
     def _epochs(self) -> float:
+        """Return how many epochs have been trained, as the number of trained rows over the number of rows."""
         schedule, done = self._prepared.schedule, self._totals.steps_done
         return schedule.places(done - 1).stop / len(self._prepared.rows.rows) if done else 0.0
 
 
 @contextmanager
 def _as_far_as_possible(*, failed: bool) -> Iterator[None]:
-    """Leave out what cannot be written any more where the run has ``failed``: its own error is the one to show."""
+    """Ignore a :class:`HeadraceError` of the body if the run has ``failed``, so that the user sees the error of the run
+    and not that of the last writes."""
     try:
         yield
     except HeadraceError:

@@ -1,11 +1,11 @@
-"""Several runs in one file, each beginning with the weights of the one before, resumable as a whole.
+"""Several runs in one file, called stages, each beginning with the weights of the one before, resumable as a whole.
 
     model.path ──▶ 1-sft ──▶ 1-sft/model ──▶ 2-dpo ──▶ 2-dpo/model ──▶ 3-rl ──▶ 3-rl/model
         │              └── measured with [eval], if there is such a table, before the next stage begins
         └── measured too
 
 Every stage is a run of its own, with the directory that its verb alone would write. ``stages.json`` in the directory of
-the whole says which of them have ended, and what was measured. A stage has ended once its ``model`` directory exists,
+all stages says which of them have ended, and what was measured. A stage has ended once its ``model`` directory exists,
 which appears whole or not at all: so a process that is killed at any moment goes on where it was.
 """
 
@@ -52,6 +52,8 @@ _TUNED: dict[str, type[TuningConfig]] = {each.verb: each for each in (SftConfig,
 
 
 def _as_tree(value: Any) -> Any:
+    """Return a table ``[[stage]]`` with its ``kind`` apart from its other sections, which become ``settings``. Raises
+    ``ValueError`` for a value without a kind."""
     if not isinstance(value, dict) or "kind" not in value:
         raise ValueError('every [[stage]] needs kind = "sft", "dpo", "distill" or "rl"')
     return {"kind": value["kind"], "settings": {key: part for key, part in value.items() if key != "kind"}}
@@ -67,19 +69,19 @@ class StageSection(Section):
 
 
 class WholeSection(Section):
-    """The settings of all stages together."""
+    """The section ``[run]`` of a file of stages."""
 
     dir: str
-    """The directory of the whole; each stage has one in it."""
+    """The directory of all stages; each stage has a directory of its own in it."""
 
 
 class StagesConfig(Section):
-    """A file of stages."""
+    """A file of stages, as it was read and checked."""
 
     model: dict[str, Any]
     """The section ``[model]`` of every stage: ``path`` is the model of the first."""
     run: WholeSection
-    """The directory of the whole."""
+    """The directory of all stages."""
     observe: dict[str, Any] = Field(default_factory=dict)
     """The section ``[observe]`` of every stage that has none of its own."""
     eval: dict[str, Any] = Field(default_factory=dict)
@@ -90,15 +92,17 @@ class StagesConfig(Section):
 
 
 class StageResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a stage that has ended, and of the weights that the first begins with."""
+    """The result of a stage that has ended. The weights with which the first stage begins have a result too, called
+    ``base``."""
 
     name: str
     """Its number from 1 and its kind, as in ``2-dpo``; ``base`` for what the first stage begins with."""
     model: str
     """The directory of its weights."""
     settings: str = ""
-    """A hash of its settings."""
+    """A hash of the stage's settings, by which a changed stage is noticed; empty for ``base``."""
     steps: int = 0
+    """The number of optimizer steps of the stage; 0 for ``base``."""
     mean_reward: float | None = None
     """The mean reward by ``[eval]``; ``None`` where nothing was measured."""
     pass_at: dict[int, float] = {}
@@ -106,29 +110,33 @@ class StageResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StagesSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``stages.json``."""
+    """The content of ``stages.json``: the results of the stages so far, and whether they still run."""
 
     status: str
     """``running``, ``finished`` or ``stopped`` (by a signal or an alarm)."""
     stopped_by: str = ""
-    """The signal that stopped it; empty if none did."""
+    """The signal that stopped the stages; empty if none did."""
     results: list[StageResult] = []
-    """The weights that the first stage begins with, and every stage that has ended, in order."""
+    """The results of ``base`` and of every stage that has ended, in order."""
     run_dir: str
+    """The directory of all stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRun:
-    """One stage of a file: its place, and the settings of its run."""
+    """One stage of a file: its settings, and the directory of its run."""
 
     number: int
+    """The number of the stage in the file, from 1."""
     kind: StageKind
     settings: Tree
+    """The sections of the stage's run file, without the model's path and the directory."""
     directory: Path
+    """The directory of the stage's run."""
 
     @property
     def name(self) -> str:
-        """Return the number and the kind."""
+        """Return the stage's number and kind, as in ``2-dpo``."""
         return f"{self.number}-{self.kind}"
 
     @property
@@ -137,12 +145,14 @@ class StageRun:
         return self.directory / MODEL
 
     def fingerprint(self) -> str:
-        """Return a hash of the settings, without what only shows the run."""
+        """Return a hash of the settings, without those that only affect what is shown."""
         tree = {key: part for key, part in self.settings.items() if key != "observe"}
         return hashlib.blake2b(json.dumps(tree, sort_keys=True).encode(), digest_size=8).hexdigest()
 
     def config(self, model: str) -> TuningConfig | RunConfig:
-        """Return the checked settings of the stage's run, which begins with the weights in ``model``."""
+        """Return the checked settings of the stage's run, which begins with the weights in the directory ``model``:
+        those of ``headrace train`` for the kind ``rl``, otherwise those of the verb of that name. Raises
+        :class:`~headrace.base.errors.ConfigError`, whose text names the stage."""
         tree = merge(self.settings, {"model": {"path": model}, "run": {"dir": str(self.directory)}})
         try:
             return load_tuning(_TUNED[self.kind], tree) if self.kind in _TUNED else load_config(tree)
@@ -153,14 +163,16 @@ class StageRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """A file of stages that was read."""
+    """A file of stages that was read and checked."""
 
     base: str
     """The model that the first stage begins with."""
     directory: Path
+    """The directory of all stages."""
     measured: Tree
-    """The settings of the measurements; empty: there are none."""
+    """The table ``[eval]``, the settings by which weights are measured; empty: they are not measured."""
     stages: Sequence[StageRun]
+    """The stages in their order."""
 
 
 def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Stages:
@@ -189,7 +201,8 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
 
 
 def _absolute(tree: Tree, home: Path) -> Tree:
-    """Return ``tree`` with every relative path in it, and in its stages, resolved against ``home``."""
+    """Return ``tree``, the content of a file of stages, with every relative path in it, and in its stages, resolved
+    against the directory ``home``."""
     found = with_absolute_paths(tree, home)
     if isinstance(tree.get("eval"), dict):
         found["eval"] = with_absolute_paths(tree["eval"], home)
@@ -204,7 +217,9 @@ def _absolute(tree: Tree, home: Path) -> Tree:
 
 
 def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
-    """Return ``tree`` with ``changes`` merged; those of a stage name it by its number from 1."""
+    """Return the content of a file of stages with ``changes`` merged, trees that were parsed from the command line. A
+    change of a stage names it by its number from 1. Raises :class:`~headrace.base.errors.ConfigError` for a number that
+    no stage has."""
     for change in changes:
         of_stages = change.pop("stage", {})
         tree = merge(tree, change)
@@ -220,7 +235,8 @@ def _overridden(tree: Tree, changes: Sequence[Tree]) -> Tree:
 
 
 def _refuse_own_place(number: int, stage: StageSection) -> None:
-    """Refuse a path of a model or a directory that a stage gives itself: both follow from the stages."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if a stage, whose number is given, sets ``model.path`` or
+    ``run.dir`` itself: both follow from its place among the stages."""
     for section, key in (("model", "path"), ("run", "dir")):
         table = stage.settings.get(section)
         if isinstance(table, dict) and key in table:
@@ -234,10 +250,10 @@ def _refuse_own_place(number: int, stage: StageSection) -> None:
 def run_stages(
     source: str | Path | Tree | Stages, *, resume: bool = False, tell: Callable[[str], None] = lambda line: None
 ) -> StagesSummary:
-    """Run the stages of a file one after the other, and return what became of them; the same is in ``stages.json``.
+    """Run the stages of a file one after the other, and return their results; the same is in ``stages.json``.
 
-    All stages are checked before the first begins. ``resume`` goes on with the stage that was stopped or killed;
-    stages that have ended are not run again. ``tell`` is called with one line whenever a stage begins. Raises
+    All stages are checked before the first begins. ``resume`` goes on with the stage that was stopped or killed; stages
+    that have ended are not run again. ``tell`` is called with one line whenever a stage begins. Raises
     :class:`~headrace.base.errors.HeadraceError`.
     """
     stages = source if isinstance(source, Stages) else load_stages(source)
@@ -260,7 +276,8 @@ def run_stages(
 
 
 def read_stages(directory: Path) -> StagesSummary | None:
-    """Return what ``stages.json`` in ``directory`` says; ``None`` where there is none."""
+    """Return the content of ``stages.json`` in ``directory``; ``None`` where there is no such file. Raises
+    :class:`~headrace.base.errors.DataError` if it is damaged."""
     try:
         return msgspec.json.decode((directory / STAGES_FILE).read_bytes(), type=StagesSummary)
     except OSError:
@@ -270,8 +287,9 @@ def read_stages(directory: Path) -> StagesSummary | None:
 
 
 def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) -> None:
-    """Check the stages that have not ``ended``, their rows and rewards too, with the model of the first stage in place
-    of the weights that do not exist yet. Raises :class:`~headrace.base.errors.HeadraceError`."""
+    """Check every stage whose name is not in ``ended``, with its rows and its reward, and the table ``[eval]``. The
+    model of the first stage stands in for weights that do not exist yet. Raises
+    :class:`~headrace.base.errors.HeadraceError`."""
     for stage in stages.stages:
         if ended and stage.name in ended:
             continue
@@ -285,7 +303,7 @@ def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) ->
 
 
 def _measuring(stages: Stages, model: str) -> RunConfig:
-    """Return the settings of the evaluation of one stage's ``model``."""
+    """Return the settings of the evaluation of the weights in the directory ``model``, by the table ``[eval]``."""
     try:
         return load_config(merge(stages.measured, {"model": {"path": model}}))
     except ConfigError as error:
@@ -294,7 +312,8 @@ def _measuring(stages: Stages, model: str) -> RunConfig:
 
 
 def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
-    """Refuse to go on where a stage that has ended has other settings now, or is gone from the file."""
+    """Raise :class:`~headrace.base.errors.ConfigError` where a stage that has ended, by its result, has other settings
+    now or is gone from the file: the stages after it begin with weights that the present file would not make."""
     known = {stage.name: stage for stage in stages.stages}
     for name, result in results.items():
         if name == BASE:
@@ -310,13 +329,16 @@ def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
 
 
 class _Walk:
-    """The stages of a file while they run."""
+    """The execution of the stages of a file, one after the other: it runs each, measures its weights, and writes
+    ``stages.json``. ``results`` are those of earlier processes, by the name of the stage."""
 
     def __init__(self, stages: Stages, results: dict[str, StageResult], tell: Callable[[str], None]) -> None:
+        """``tell`` is called with one line whenever a stage or a measurement begins."""
         self._stages, self._results, self._tell = stages, results, tell
 
     def run(self) -> StagesSummary:
-        """Run every stage that has not ended."""
+        """Run every stage that has not ended, until one does not finish. Return the results, with the status
+        ``finished`` or ``stopped``."""
         base = self._stages.base
         self._write("running")
         if BASE not in self._results:
@@ -334,7 +356,9 @@ class _Walk:
         return self._write("finished")
 
     def _carry_out(self, stage: StageRun, model: str) -> tuple[str, str, int]:
-        """Run or resume a stage, and write its weights where it has finished. Return status, signal and steps."""
+        """Run a stage, or resume it, from the weights in the directory ``model``, and export its own weights once it
+        has finished. Return the status of its run, the signal that stopped it (empty for none), and its number of
+        steps."""
         begun = has_ledger(stage.directory)
         summary = read_summary(stage.directory) if begun else None
         if summary is None or summary["status"] != "finished":
@@ -352,7 +376,8 @@ class _Walk:
         return status, stopped_by, steps
 
     def _keep(self, result: StageResult) -> None:
-        """Measure the weights of a stage, and record that it has ended."""
+        """Measure the weights of a ``result``, if there is a table ``[eval]``, and record the result in
+        ``stages.json``."""
         if self._stages.measured:
             self._tell(f"measuring {result.name}")
             measured: Evaluation = evaluate(_measuring(self._stages, result.model))
@@ -362,7 +387,8 @@ class _Walk:
         self._write("running")
 
     def _write(self, status: str, stopped_by: str = "") -> StagesSummary:
-        """Write the state of the stages to their directory, and return it."""
+        """Write the results so far to ``stages.json``, and return them. ``status`` is ``running``, ``finished`` or
+        ``stopped``, and ``stopped_by`` the signal that stopped the stages."""
         summary = StagesSummary(
             status=status,
             stopped_by=stopped_by,

@@ -1,4 +1,5 @@
-"""The end of a run by a signal: in order, with a checkpoint, at the first; at once at the second."""
+"""The end of a run by a signal: at the first signal, the run stops after its present step and with a checkpoint; at the
+second, it stops at once."""
 
 from __future__ import annotations
 
@@ -12,22 +13,26 @@ from types import FrameType
 
 @dataclass(slots=True)
 class StopRequest:
-    """Whether a run is to stop after its present step, and the signal that asked for it."""
+    """A request to end the run in order, which the run checks before every step."""
 
     requested: bool = False
+    """Whether the run is to stop after its present step."""
     by: str = ""
+    """The name of the signal, such as ``SIGINT``; empty if something else asked for the stop."""
 
 
 @contextmanager
 def stopping_on_signals(stop: StopRequest, tell: Callable[[str], None]) -> Iterator[None]:
-    """Set ``stop`` at the first Ctrl-C, SIGTERM or SIGHUP (unless that is ignored, as under nohup); raise
-    ``KeyboardInterrupt`` at another Ctrl-C or SIGTERM. Only the main thread can do so; elsewhere this does nothing."""
+    """During the body of ``with``, set ``stop`` at the first Ctrl-C, SIGTERM or SIGHUP (unless SIGHUP is ignored, as
+    under nohup), and call ``tell`` with a line for the user; raise ``KeyboardInterrupt`` at a further Ctrl-C or
+    SIGTERM. Only the main thread can handle signals; in another thread this does nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        """Let the run stop after this step; raise ``KeyboardInterrupt`` at the second signal."""
+        """Handle a signal: at the first, let the run stop after its present step; raise ``KeyboardInterrupt`` at a
+        further one."""
         name = signal.Signals(number).name
         if not stop.requested:
             stop.requested, stop.by = True, name

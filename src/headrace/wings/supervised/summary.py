@@ -17,7 +17,8 @@ _OF_SAMPLING = (
 
 
 def tuning_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step that mean something for given rows."""
+    """Return the metrics of a step without those that compare the learner with the policy that sampled the tokens:
+    given rows have no such policy."""
     return {name: value for name, value in metrics.items() if name.partition("/")[0] not in _OF_SAMPLING}
 
 
@@ -40,7 +41,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss_first: float | None
     """Loss of the first step of this life; ``None`` if there was none."""
     loss_last: float | None
-    """Mean loss of the last tenth of the steps of this life."""
+    """Mean loss of the last tenth of the steps of this life; ``None`` if there was none."""
     eval_first: dict[str, float]
     """The metrics of the held-out rows when they were first measured in this life; empty without such rows."""
     eval_last: dict[str, float]
@@ -54,7 +55,9 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     tokens_trained: int
     """Number of tokens that carried loss."""
     wall_s: float
+    """Seconds since the first step of this life began; 0 if none began."""
     trained_tok_s: float
+    """Number of tokens that carried loss per second of ``wall_s``."""
     rows_left_out: int
     """Number of rows that could not be trained and were left out."""
     rows_cut: int
@@ -62,6 +65,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     ledger: LedgerSummary
     """The conservation table of the ledger: groups are rows."""
     warnings: list[str]
+    """The warnings of this life, in words."""
     verdict: str = ""
     """Always empty: nothing waits for anything in such a run."""
     run_dir: str

@@ -1,4 +1,5 @@
-"""A teacher on an engine scores the rows of ``headrace distill`` before the first step.
+"""A teacher on an engine scores the rows of ``headrace distill`` before the first step. A score is the teacher's
+log-probability of a token, with the likeliest entries of its distribution there.
 
     rows ──▶ the teacher: an engine of this process, or a server ──▶ RUN/teacher/00000.safetensors, ... ──▶ the samples
 
@@ -36,6 +37,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native import NativeEngine
 from headrace.engine.native.swaps import LoadedWeights
 from headrace.engine.remote import RemoteEndpoint, RemoteEngine, connect
+from headrace.learner.auxiliary.config import OtherModel
 from headrace.learner.disk import verify_model
 from headrace.models import context_length, load_model
 from headrace.models.devices import use
@@ -67,7 +69,8 @@ ScoreRows = Callable[[Sequence[RenderedSample]], list[TopScores]]
 
 
 def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
-    """Check that the teacher's engine, if it has one, can score ``rows``.
+    """Check, before the run starts, that the teacher's server or engine, if it has one, can score ``rows``.
+    ``tokenizer`` is that of the model that is trained.
 
     Raises :class:`~headrace.base.errors.ConfigError` for a teacher with another vocabulary or too short a context, and
     for a server that cannot be asked.
@@ -77,6 +80,9 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
         if not scored:  # a resumed run that has all scores needs the server no more
             _run(_check_server(config.teacher, tokenizer))
         return
+    for name, policy in config.learner.policies.items():
+        if isinstance(policy, OtherModel):
+            refuse_other_vocabulary(policy.path, config.model.path, f"learner.{name}.path")
     for teacher, _ in config.learner.served_teachers.values():
         if teacher.path is None:
             continue
@@ -92,7 +98,8 @@ def check_teacher(config: DistillConfig, tokenizer: Any, rows: RowSet) -> None:
 
 
 def _run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return what ``coroutine`` returns. Where an event loop runs already, as in a notebook, it runs in a thread."""
+    """Run ``coroutine`` to its end and return its result. Where an event loop runs already, as in a notebook, it runs
+    in a thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -102,7 +109,8 @@ def _run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` unless the server has the same tokens for the same ids."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the server gives every token id of ``tokenizer`` the same
+    text, so that both models have the same vocabulary; and if the server does not tell the texts of tokens."""
     ids = sorted(tokenizer.get_vocab().values())
     async with connect(_endpoint(teacher)) as engine:
         try:
@@ -126,7 +134,8 @@ async def _check_server(teacher: ServerTeacher, tokenizer: Any) -> None:
 
 
 async def _same_texts(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> bool:
-    """Return whether the server's text of ``ids`` is that of ``tokenizer``. Servers tidy spaces, or do not."""
+    """Return whether the server's text of ``ids`` is that of ``tokenizer``. Both forms of spaces are accepted, because
+    some servers clean up spaces."""
     try:
         text = await engine.detokenize(ids)
     except RequestError:
@@ -138,7 +147,8 @@ async def _same_texts(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> b
 
 
 async def _other_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> int:
-    """Return a token of ``ids``, which do not have the same text, that is another one in the server's vocabulary."""
+    """Return one of ``ids`` whose text differs between the server and ``tokenizer``, found by halving; the text of all
+    ``ids`` together is known to differ."""
     while len(ids) > 1:
         half = len(ids) // 2
         ids = ids[half:] if await _same_texts(engine, tokenizer, ids[:half]) else ids[:half]
@@ -146,6 +156,8 @@ async def _other_token(engine: RemoteEngine, tokenizer: Any, ids: list[int]) -> 
 
 
 def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
+    """Return the address of the teacher's server, with its key. Raises :class:`~headrace.base.errors.ConfigError` if
+    the environment variable of the key is not set."""
     key = secret(teacher.api_key_env) if teacher.api_key_env else ""
     if teacher.api_key_env and not key:
         raise ConfigError(
@@ -159,8 +171,9 @@ def _endpoint(teacher: ServerTeacher) -> RemoteEndpoint:
 
 
 def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callable[[str], None]) -> list[Row]:
-    """Return the rows with what the teacher's engine gave each token that carries loss. ``tell`` reports when it is
-    asked, and how far it is.
+    """Return the rows with the scores that the teacher's engine gave each token that carries loss. Scores that are
+    stored in ``run_dir`` are read; the engine is asked for the others. ``tell`` is called with lines of progress while
+    it is asked.
 
     Raises :class:`~headrace.base.errors.DataError` for a row that the teacher cannot score.
     """
@@ -177,7 +190,8 @@ def taught_rows(config: DistillConfig, rows: RowSet, run_dir: Path, tell: Callab
 
 
 def _score_missing(score: ScoreRows, missing: Sequence[_ScoreFile], tell: Callable[[str], None]) -> None:
-    """Write each of the ``missing`` files with the scores of its rows."""
+    """Let the teacher score the rows of each of the ``missing`` files, by the function ``score``, and write the files;
+    ``tell`` is called with a line after each."""
     done, total = 0, sum(len(file.rows) for file in missing)
     for file in missing:
         file.write(score(file.samples))
@@ -186,7 +200,7 @@ def _score_missing(score: ScoreRows, missing: Sequence[_ScoreFile], tell: Callab
 
 
 def _files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFile]:
-    """Return the files of the scores of ``rows``, whether they are there or not."""
+    """Return a record for each file of scores that ``rows`` need, whether it exists on the disk or not."""
     teacher, all_rows = _described(config), rows.rows
     parts = [all_rows[start : start + ROWS_PER_FILE] for start in range(0, len(all_rows), ROWS_PER_FILE)]
     return [
@@ -196,7 +210,7 @@ def _files(config: DistillConfig, rows: RowSet, run_dir: Path) -> list[_ScoreFil
 
 
 def _described(config: DistillConfig) -> str:
-    """Return the settings on which the teacher's scores depend, as a text: scores that were stored under another text
+    """Return the settings on which the teacher's scores depend, as a text. Scores that were stored under another text
     are not used again."""
     tree = with_models(config.model_dump(mode="json"), lambda _, path: pinned(path))
     if config.teacher is not None:
@@ -207,7 +221,8 @@ def _described(config: DistillConfig) -> str:
 
 
 def _label(rows: Sequence[Row], teacher: str) -> str:
-    """Return a hash of the tokens of ``rows``, of which of them carry loss, and of the teacher."""
+    """Return a hash of what the scores of a file depend on: the token ids and masks of ``rows``, and the text
+    ``teacher``, which describes the teacher."""
     digest = hashlib.blake2b(teacher.encode(), digest_size=16)
     for sample in (sample for row in rows for sample in row):
         digest.update(sample.ids_T.tobytes() + sample.mask_T.tobytes() + b"|")
@@ -216,21 +231,22 @@ def _label(rows: Sequence[Row], teacher: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ScoreFile:
-    """The file of the scores of some rows."""
+    """A file of the teacher's scores of some rows, which may not exist yet."""
 
     path: Path
     rows: Sequence[Row]
+    """The rows whose scores the file holds, each as its samples."""
     label: str
-    """The hash of what its scores are of."""
+    """The hash of the rows and of the teacher, by which a file of other scores is recognised."""
 
     @property
     def samples(self) -> list[RenderedSample]:
-        """The samples of its rows, in order."""
+        """The samples of the file's rows, in order."""
         return [sample for row in self.rows for sample in row]
 
     @property
     def is_whole(self) -> bool:
-        """Whether the file is there, with the scores of these rows by this teacher."""
+        """Whether the file exists and holds the scores of these rows by this teacher."""
         try:
             with safe_open(self.path, framework="np") as held:
                 return bool(held.metadata()[LABEL] == self.label)
@@ -238,7 +254,8 @@ class _ScoreFile:
             return False
 
     def write(self, scores: Sequence[TopScores]) -> None:
-        """Write the scores of the tokens that carry loss; the file appears whole or not at all."""
+        """Write ``scores``, one record for each sample, for the tokens that carry loss; the file appears whole or not
+        at all."""
         masks = [sample.mask_T for sample in self.samples]
         tensors = {
             name: np.concatenate([column(each)[mask] for each, mask in zip(scores, masks, strict=True)])
@@ -249,7 +266,7 @@ class _ScoreFile:
         unfinished.rename(self.path)
 
     def read(self) -> Iterator[Row]:
-        """Yield the rows with their scores."""
+        """Yield the file's rows, their samples with the stored scores; tokens without loss have none."""
         with safe_open(self.path, framework="np") as held:
             columns = {name: held.get_tensor(name) for name in _COLUMNS}
         end = 0
@@ -275,7 +292,8 @@ _COLUMNS: dict[str, Callable[[TopScores], Any]] = {
 
 
 def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
-    """Return the function that asks the teacher: a server, or an engine of this process, which it keeps alive."""
+    """Return the function that lets the teacher score samples: by a server, or by an engine that is opened in this
+    process and lives as long as the function."""
     below = int(read_config(config.model.path).get_text_config().vocab_size)
     if config.teacher is not None:
         server = config.teacher
@@ -300,10 +318,16 @@ def _scorer(config: DistillConfig, rows: RowSet) -> ScoreRows:
 
 
 async def _ask_server(teacher: ServerTeacher, samples: Sequence[RenderedSample], below: int) -> list[TopScores]:
-    """Return the server's scores of ``samples``, at most ``teacher.concurrency`` at the same time."""
+    """Return the server's scores of ``samples``, in order; at most ``teacher.concurrency`` requests run at the same
+    time. ``below`` is the vocabulary size of the model that is trained: only entries with smaller ids count.
+
+    Raises :class:`~headrace.base.errors.RunError` if an answer takes too long, and
+    :class:`~headrace.base.errors.DataError` for a row that the server refuses.
+    """
     gate, num = asyncio.Semaphore(teacher.concurrency), min(teacher.top_k, below)
 
     async def ask(engine: RemoteEngine, sample: RenderedSample) -> TopScores:
+        """Return the server's scores of one sample, once a place among the requests is free."""
         async with gate:
             try:
                 async with TimeLimit(teacher.timeout_s):
@@ -329,4 +353,5 @@ async def _ask_server(teacher: ServerTeacher, samples: Sequence[RenderedSample],
 
 
 def _longest(rows: Sequence[Row]) -> int:
+    """Return the number of tokens of the longest sample of ``rows``."""
     return max(len(sample.ids_T) for row in rows for sample in row)

@@ -93,7 +93,7 @@ def stages(
     from headrace.base.heap import gc_disabled
 
     with gc_disabled():
-        from headrace.wings.supervised.stages import check_stages, load_stages, run_stages
+        from headrace.wings.supervised.stages import STAGES_FILE, check_stages, load_stages, run_stages
     loaded = load_stages(run_file, (*overrides, *(["observe.view=none"] if as_json else [])))
     if dry_run:
         check_stages(loaded)
@@ -101,7 +101,7 @@ def stages(
             console().print(f"stage {stage.name}: {stage.directory}, ends with {stage.model}")
         return
     again = this_command("--resume")
-    with resumable(again):
+    with resumable(again, (loaded.directory / STAGES_FILE).exists):
         summary = run_stages(loaded, resume=resume, tell=starting)
     if as_json:
         print_json(summary)
@@ -126,7 +126,8 @@ def _show_stages(summary: StagesSummary, again: str) -> None:
 
 
 def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) -> None:
-    """Carry out a verb with its settings."""
+    """Carry out ``headrace sft``, ``dpo`` or ``distill`` with its checked settings: with ``dry_run`` describe the run,
+    otherwise train and print the summary; ``as_json`` prints JSON."""
     if dry_run:
         from headrace.wings.supervised.preparing import explain_tuning, prepare_tuning
 
@@ -139,10 +140,11 @@ def _run(config: TuningConfig, *, resume: bool, dry_run: bool, as_json: bool) ->
     from headrace.base.heap import gc_disabled
 
     with gc_disabled():
+        from headrace.flow.ledger.opening import has_ledger
         from headrace.wings.supervised.session import tune
     directory, again = resuming(config.run.dir, prefix=f"{config.verb}-")
     config = config.model_copy(update={"run": config.run.model_copy(update={"dir": directory})})
-    with resumable(again):
+    with resumable(again, lambda: has_ledger(Path(directory))):
         summary = tune(config, resume=resume)
     if as_json:
         print_json(summary)

@@ -1,4 +1,8 @@
-"""The HTTP side of the server: routes, the key, limits on bodies, and errors as the client shows them."""
+"""The HTTP side of the server: routes, the key, limits on bodies, and errors as the client shows them.
+
+Each endpoint reads its request and passes the body to a method of :class:`TinkerService`, which does the work. Clients
+send most requests with the server's key in the header ``x-api-key``.
+"""
 
 from __future__ import annotations
 
@@ -26,18 +30,19 @@ from headrace.base.net.connection import mark_authorized
 from headrace.base.net.refusal import RETRY_AFTER_S, Refusal, shown
 from headrace.wings.tinker import schema, wire
 from headrace.wings.tinker.catalog import Catalog
-from headrace.wings.tinker.jobs import Found
+from headrace.wings.tinker.jobs import ResultResponse
 from headrace.wings.tinker.service import TinkerService, is_number
 from headrace.wings.tinker.tenants import log
 
 PREFIX = "/api/v1"
 URLS_S = 3600
-"""Seconds for which the URLs of files are valid."""
+"""Seconds for which the signed URLs of files are valid."""
 
 JSON_BYTES = 16 * 2**20
-"""The most bytes of a body of JSON: its numbers take many times their room while they are read."""
+"""The largest size of a JSON body: once decoded, its numbers take many times as much memory."""
 BEGINNING_BYTES = 4096
-"""The bytes of a body that is too long which are looked at, to find whose it is."""
+"""The number of bytes at the beginning of a body that is too long in which the model and the number of the request are
+looked for."""
 
 LOADING_S = 30.0
 """Seconds for which a request waits while the models are loaded; the client waits 60 for an answer."""
@@ -62,9 +67,11 @@ REFUSED_PARTS = {
 
 
 class ServerHolder:
-    """The state of the server: it starts without a service, for which requests wait."""
+    """The holder of the service that answers requests. A server listens before its models are loaded; until then there
+    is no service, and requests wait for it or are told to ask again."""
 
     def __init__(self) -> None:
+        """Make a holder without a service."""
         self._service: TinkerService | None = None
         self._changed = asyncio.Event()
 
@@ -74,34 +81,38 @@ class ServerHolder:
         self._changed.set()
 
     def now(self) -> TinkerService:
-        """Return the service. Raises :class:`Refusal`, after which the client asks again, while there is none."""
+        """Return the service. Raises :class:`Refusal` with status 503, after which the client asks again, if the models
+        are still being loaded."""
         if self._service is None:
             raise Refusal("the model is being loaded", remedy="ask again soon", status=503)
         return self._service
 
     async def ready(self) -> TinkerService:
-        """Return the service, for which this waits :data:`LOADING_S`: not every call of the client asks again often
-        enough. Raises :class:`Refusal`."""
+        """Return the service, and wait for it for at most :data:`LOADING_S`: not every call of the client asks again
+        often enough. Raises :class:`Refusal` if there is none then."""
         if self._service is None:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), LOADING_S)
         return self.now()
 
     def end_waits(self) -> None:
-        """Let the requests that wait for a result be answered, because the server ends."""
+        """End all waits for the service and for results, because the server ends: clients are told to ask again."""
         self._changed.set()
         if self._service is not None:
             self._service.end_waits()
 
 
 class UrlSigner:
-    """The maker of URLs of files that need no key: the client fetches a file as any browser does."""
+    """The maker of URLs from which files can be downloaded without the key: each has a time of expiry and a signature
+    made with the key."""
 
     def __init__(self, key: str, clock: Clock) -> None:
+        """Make a signer that signs with the server's ``key``; ``clock`` gives the time by which URLs expire."""
         self._key, self._clock = key.encode(), clock
 
     def sign(self, urls: Mapping[str, URL]) -> dict[str, Any]:
-        """Return the answer with the signed ``urls`` of files by name, and the time until which they are valid."""
+        """Return the answer to a client that wants to download files: a signed URL for each of the ``urls``, which are
+        given by file name, and the time until which they are valid."""
         until = int(self._clock.wall()) + URLS_S
         signed = {
             name: str(url.include_query_params(expires=until, signature=self._signature(url.path, str(until))))
@@ -110,24 +121,28 @@ class UrlSigner:
         return {"urls": signed, "expires": datetime.fromtimestamp(until, UTC).isoformat()}
 
     def signed(self, request: Request) -> bool:
-        """Return whether a request is for the file of a URL that :meth:`sign` returned and that is still valid."""
+        """Return whether a request is a GET or HEAD of a URL that :meth:`sign` returned and that is still valid."""
         until, given = (request.query_params.get(name, "") for name in ("expires", "signature"))
         if request.method not in ("GET", "HEAD") or not is_number(until) or int(until) < self._clock.wall():
             return False
         return hmac.compare_digest(given.encode(), self._signature(request.url.path, until).encode())
 
     def _signature(self, path: str, until: str) -> str:
+        """Return the signature of a ``path`` that is valid until the time ``until`` (seconds since 1970, as text)."""
         return hmac.new(self._key, f"{path} {until}".encode(), hashlib.sha256).hexdigest()
 
 
 class KeyAuth:
-    """An ASGI application that passes requests with the server's key, and those for a signed URL, on to ``app``, and
-    refuses others."""
+    """An ASGI application that passes requests with the server's ``key``, those for a signed URL, and those for its
+    health on to ``app``, and answers others with status 401."""
 
     def __init__(self, app: ASGIApp, key: str, signer: UrlSigner) -> None:
+        """Guard ``app`` with the server's ``key``; ``signer`` recognises signed URLs."""
         self._app, self._key, self._signer = app, key.encode(), signer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass one request on to the application if it has the key or a signed URL, or asks for the server's health;
+        otherwise answer it with status 401."""
         if scope["type"] == "http" and scope["path"] not in ("/healthz", f"{PREFIX}/healthz"):
             given = Headers(scope=scope).get("x-api-key", "").encode("latin-1")
             if not (hmac.compare_digest(given.strip(), self._key) or self._signer.signed(Request(scope))):
@@ -143,7 +158,8 @@ class KeyAuth:
 
 
 def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Clock) -> KeyAuth:
-    """Return the whole server as an ASGI application."""
+    """Return the whole server as an ASGI application: the routes, which use the service of ``holder``, behind the check
+    of ``key``. ``max_body_bytes`` is the largest size of any body."""
     signer = UrlSigner(key, clock)
     routes = _Routes(holder, max_body_bytes, signer)
     app = Starlette(
@@ -160,9 +176,10 @@ def make_app(holder: ServerHolder, key: str, *, max_body_bytes: int, clock: Cloc
 
 
 class LongBody(Refusal):
-    """A body is longer than bodies may be."""
+    """The refusal of a request whose body is longer than bodies may be, with status 413."""
 
     def __init__(self, max_bytes: int, beginning: bytes) -> None:
+        """Make the refusal of a body that has more than ``max_bytes`` bytes and begins with ``beginning``."""
         super().__init__(f"the body has more than {max_bytes} bytes", remedy="send less in each request", status=413)
         self.beginning = beginning
         """Its first :data:`BEGINNING_BYTES`."""
@@ -172,11 +189,16 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class _Routes:
+    """The endpoints of the server. The methods that return an ``Endpoint`` build one from the function that computes
+    its answer; the others are endpoints themselves."""
+
     def __init__(self, holder: ServerHolder, max_body_bytes: int, signer: UrlSigner) -> None:
+        """Make the endpoints over the service of ``holder``. ``max_body_bytes`` bounds every body, and ``signer`` signs
+        the URLs of files."""
         self._holder, self._max_body_bytes, self._signer = holder, max_body_bytes, signer
 
     def all(self) -> list[Route]:
-        """Return every route of the server."""
+        """Return all routes of the server: each path with its method and its endpoint."""
         of_model = ("optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external")
         posts: dict[str, Endpoint] = {
             "client/config": self._fixed({}, schema.ClientConfigBody),
@@ -226,35 +248,42 @@ class _Routes:
         ]
 
     async def _catalog(self) -> Catalog:
+        """Return the catalogue of sessions, models and checkpoints, once the service is there."""
         return (await self._holder.ready()).catalog
 
     def _fixed(self, answer: dict[str, Any], kind: type[schema.TinkerBody]) -> Endpoint:
         """Return an endpoint that checks the body of a request as a ``kind``, and always gives the same answer."""
 
         async def endpoint(request: Request) -> Response:
+            """Check the body, and answer with the fixed JSON."""
             schema.parse(await self._body(request), kind)
             return JSONResponse(answer)
 
         return endpoint
 
     def _posted(self, answer: Callable[[TinkerService, bytes], dict[str, Any]]) -> Endpoint:
-        """Return an endpoint whose answer is computed from the body of the request."""
+        """Return an endpoint whose JSON answer the function ``answer`` computes from the service and the body of the
+        request."""
 
         async def endpoint(request: Request) -> Response:
+            """Answer with the JSON that is computed from the body."""
             return JSONResponse(answer(await self._holder.ready(), await self._body(request)))
 
         return endpoint
 
     def _got(self, answer: Callable[[TinkerService, Any], dict[str, Any]]) -> Endpoint:
-        """Return an endpoint whose answer is computed from the parameters in the path of the request."""
+        """Return an endpoint whose JSON answer the function ``answer`` computes from the service and the parameters in
+        the path of the request."""
 
         async def endpoint(request: Request) -> Response:
+            """Answer with the JSON that is computed from the parameters in the path."""
             return JSONResponse(answer(await self._holder.ready(), request.path_params))
 
         return endpoint
 
     def _listed(self, answer: Callable[..., dict[str, Any]]) -> Endpoint:
-        """Return an endpoint that answers with one page of a list, chosen by ``limit`` and ``offset`` of the query."""
+        """Return an endpoint that answers with one page of a list. The function ``answer`` gets the service, the query,
+        and its ``limit`` and ``offset`` as integers (20 and 0 if they are not given)."""
 
         async def endpoint(request: Request) -> Response:
             """Answer with the requested page. Raises :class:`Refusal` for a limit or offset that is not a whole
@@ -267,6 +296,7 @@ class _Routes:
         return endpoint
 
     def _of_model(self, kind: str) -> Endpoint:
+        """Return the endpoint ``kind`` for requests of a model with a JSON body, such as ``optim_step``."""
         return self._in_order(lambda service, body: service.of_model(kind)(body), schema.place_of)
 
     def _in_order(
@@ -275,10 +305,13 @@ class _Routes:
         place_of: Callable[[bytes], tuple[str, int]],
         most: int = JSON_BYTES,
     ) -> Endpoint:
-        """Return an endpoint that accepts a request of a model. If its body has more than ``most`` bytes, the request
-        is recorded as failed, so that later requests of the model do not wait for it."""
+        """Return an endpoint that accepts a request of a model, which is computed in the order of the model's requests.
+        If its body has more than ``most`` bytes, the request is recorded as failed, so that later requests of the model
+        do not wait for it; ``place_of`` finds the model and the request's number in the beginning of the body."""
 
         async def endpoint(request: Request) -> Response:
+            """Accept the request, and answer with the name under which its result can be asked for. If its body is too
+            long, record it as failed, and raise the refusal."""
             service = await self._holder.ready()
             try:
                 body = await self._body(request, most)
@@ -290,48 +323,57 @@ class _Routes:
         return endpoint
 
     async def _sample(self, request: Request) -> Response:
+        """Start to sample, and answer with the name under which the client can ask for the result."""
         service, body = await self._holder.ready(), await self._body(request)
         return JSONResponse(service.sample(body))
 
     async def _retrieve(self, request: Request) -> Response:
+        """Answer with the result of an earlier request, or let the client ask again if there is none yet."""
         return _response(await (await self._holder.ready()).retrieve(await self._body(request)))
 
     async def _telemetry(self, request: Request) -> Response:
+        """Accept the client's report about itself, and do nothing with it."""
         await self._body(request)  # and nothing is done with it
         return JSONResponse({"status": "accepted"})
 
     async def _healthz(self, _: Request) -> Response:
+        """Answer that the server can serve; while the models are loaded, it answers with status 503 instead."""
         self._holder.now()
         return JSONResponse({"status": "ok"})
 
     async def _finish(self, request: Request) -> Response:
+        """End the session that the path names, at the request of its client."""
         await self._body(request)
         return JSONResponse((await self._holder.ready()).finish(request.path_params["session"]))
 
     async def _delete(self, request: Request) -> Response:
-        """Delete the checkpoint that the path names."""
+        """Delete the checkpoint that the path names, in a thread, and answer with status 204."""
         catalog = await self._catalog()
         await asyncio.to_thread(catalog.delete_checkpoint, request.path_params["model"], _named(request))
         return Response(status_code=204)
 
     async def _ttl(self, request: Request) -> Response:
+        """Set when the checkpoint that the path names expires."""
         catalog, body = await self._catalog(), await self._body(request)
         catalog.set_ttl(request.path_params["model"], _named(request), body)
         return Response(status_code=204)
 
     async def _urls(self, request: Request) -> Response:
-        """Answer with a URL of each file of a checkpoint that can be fetched without the key, for a time."""
+        """Answer with a URL of each file of a checkpoint, from which it can be downloaded without the key for
+        :data:`URLS_S`."""
         files = (await self._catalog()).files_of(request.path_params["model"], _named(request))
         root = request.url.path.removesuffix("external_weights_urls")
         urls = {file: request.url.replace(path=f"{root}files/{file}", query="") for file in files}
         return JSONResponse(self._signer.sign(urls))
 
     async def _file(self, request: Request) -> Response:
+        """Answer with the content of one file of a checkpoint."""
         path = request.path_params
         return FileResponse((await self._catalog()).file_of(path["model"], _named(request), path["file"]))
 
     async def _body(self, request: Request, most: int = JSON_BYTES) -> bytes:
-        """Return the body, of ``most`` bytes at most. Raises :class:`Refusal` for one that is longer."""
+        """Return the body of a request. Raises :class:`LongBody` if it has more than ``most`` bytes or more than the
+        server takes of any request, and :class:`Refusal` if it is compressed."""
         most = min(most, self._max_body_bytes)
         if request.headers.get("content-encoding", "identity") != "identity":
             raise Refusal("the body is compressed", remedy="send it as it is: client/config says so", status=415)
@@ -345,10 +387,12 @@ class _Routes:
 
 
 def _named(request: Request) -> str:
+    """Return the name of the checkpoint in the path of a request: ``KIND/NAME``."""
     return f"{request.path_params['kind']}/{request.path_params['name']}"
 
 
-def _response(found: Found) -> Response:
+def _response(found: ResultResponse) -> Response:
+    """Return a result of the service as a response."""
     return Response(found.body, media_type=found.media, status_code=found.status)
 
 
@@ -383,10 +427,11 @@ def _not_written(request: Request, error: Exception) -> Response:
 
 
 def _gone(_: Request, __: Exception) -> Response:
-    """Return an answer that no one reads: the client has closed the connection within its body."""
+    """Return a response that no one reads: the client closed the connection before its body was complete."""
     return Response(status_code=400)
 
 
 def _broken(_: Request, error: Exception) -> Response:
+    """Return the response to a request at which the server failed by an error of its own, with status 500."""
     words = f"the server failed: {type(error).__name__}: {error}"
     return JSONResponse({"error": words, "category": "server", "detail": words}, status_code=500)

@@ -1,7 +1,10 @@
-"""The base models of a server: each with its training, its engine, and what it allows.
+"""The base models of a server: each with its training, its engine, and what it allows. A base is a model on the disk
+that clients train adapters on, or whose weights one client trains as a whole.
 
 names of the clients ──▶ ServedBase ─┬─▶ training: FrozenBase ──▶ compute ◀── memory shared ─┐
                                      └─▶ sampling: engine, sampler weights ──▶ its twin ◀────┘
+
+The twin is a second module over the same tensors, so that engine and training each have hooks of their own.
 """
 
 from __future__ import annotations
@@ -42,31 +45,40 @@ MOST_WHOLE_SAMPLERS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ServedBase:
-    """One base model of a server."""
+    """One base model of a server, ready to train and to sample. :meth:`LoadedBase.served` makes it, and the service
+    finds it by the name that a client gives."""
 
     names: tuple[str, ...]
+    """The names under which clients ask for this base."""
     training: FrozenBase
+    """The frozen model that all clients' trainable weights are computed with."""
     engine: LocalEngine
+    """The engine that samples with the base and with the weights of its sampling sessions."""
     weights: SamplerWeights
-    """The weights of its sampling sessions, which are the engine's adapters."""
+    """The weights of all sampling sessions of this base, which the engine reads as its adapters."""
     limits: SampleLimits
+    """The bounds that a request for samples must keep: vocabulary, context and stop tokens."""
 
     @property
     def architecture(self) -> str:
-        """The name of the model's class."""
+        """The name of the model's class in transformers, such as ``Qwen3ForCausalLM``."""
         return type(self.training.compute.model).__name__
 
     def read_weights(self, directory: Path) -> WeightState:
-        """Return the weights in ``directory``, to sample with. Raises what
+        """Return the trained weights that were saved in ``directory``, on the device of this base, for a sampling
+        session: without gradients and without the optimizer's state. Raises what
         :func:`~headrace.wings.tinker.files.read_state` raises."""
         compute = self.training.compute
         return read_state(directory, compute.kind, compute.model.device, trained=False, moments=False)
 
 
 class LoadedBase:
-    """The parts of a base that take time to load: model and engine."""
+    """The parts of one base that take time to load: its model and its engine. They are made in a thread while the
+    server already listens; :meth:`served` then starts the engine in the event loop."""
 
     def __init__(self, base: BaseConfig, config: TinkerConfig, clock: Clock) -> None:
+        """Load the model that ``base`` names, and make its training computation and its engine, which does not run yet.
+        ``config`` has the limits of the server, some of which its bases share equally."""
         self._base, self._clock = base, clock
         path, device = str(base.path), str(use("--device", config.device))
         tokenizer, model = load_tokenizer(path), load_model(ModelConfig(path=path), device)
@@ -100,10 +112,12 @@ class LoadedBase:
 
     @property
     def names(self) -> tuple[str, ...]:
+        """The names under which clients ask for this base."""
         return self._base.names
 
     async def served(self, stack: AsyncExitStack, max_samples: int) -> ServedBase:
-        """Start the engine, which ends with ``stack``; return the base."""
+        """Start the engine, which is stopped when ``stack`` is closed, and return the base that answers requests.
+        ``max_samples`` is the largest number of samples that the engine runs or queues at once."""
         limits = LocalEngineConfig(max_requests=max_samples)
         return ServedBase(
             names=self.names,
@@ -115,8 +129,9 @@ class LoadedBase:
 
 
 def fingerprint(path: Path) -> str:
-    """Return a hash that tells the model in the directory ``path`` from another: of the size and the end of its
-    configuration and of each file of weights."""
+    """Return a hash that tells the model in the directory ``path`` from other models. It covers the name, the size and
+    the last :data:`TAIL_BYTES` of ``config.json`` and of each file of weights. The server compares it at every start,
+    so that adapters are never continued on another model."""
     hashed = xxhash.xxh3_128()
     for file in sorted([*path.glob("config.json"), *path.glob("*.safetensors")]):
         size = file.stat().st_size
@@ -128,5 +143,6 @@ def fingerprint(path: Path) -> str:
 
 
 def by_name(bases: Iterable[ServedBase]) -> dict[str, ServedBase]:
-    """Return the base behind each name."""
+    """Return a mapping from each name that clients may give to the base with that name; a base has one entry for each
+    of its names."""
     return {name: base for base in bases for name in base.names}

@@ -1,4 +1,10 @@
-"""What a server keeps for its clients: sessions, training runs and checkpoints, found, listed and deleted."""
+"""What a server keeps for its clients: sessions, training runs and checkpoints, found, listed and deleted.
+
+A model is what one client trains; the protocol also calls it a training run. Its id is ``SESSION:train:NUMBER``. A
+checkpoint has the path ``tinker://MODEL/KIND/NAME``, where KIND is ``weights`` (training can continue from it),
+``sampler_weights`` or ``external_weights`` (files to download). The dictionaries returned here are the JSON answers of
+endpoints, and the ``body`` that some methods take is the JSON of a request. Rows are those of the journal's tables.
+"""
 
 from __future__ import annotations
 
@@ -20,21 +26,25 @@ FLAGS = {"train_unembed": HEAD, "train_mlp": MLP, "train_attn": ATTENTION}
 
 
 class Catalog:
-    """The sessions, the models and the checkpoints in a journal. It belongs to one event loop."""
+    """The sessions, the models and the checkpoints in the journal, as the endpoints of a server look them up. It is
+    used in one event loop."""
 
     def __init__(self, journal: Journal, clock: Clock) -> None:
+        """Make a catalogue over ``journal``; ``clock`` gives the time by which checkpoints expire."""
         self._journal, self._clock = journal, clock
 
     def model(self, model: str) -> Any:
-        """Return the row of a model. Raises :class:`~headrace.base.net.refusal.Refusal` for an unknown one."""
+        """Return the journal's row of the model with the id ``model``. Raises
+        :class:`~headrace.base.net.refusal.Refusal` (status 404) for an unknown id."""
         row = self._journal.one("SELECT * FROM models WHERE id = ?", model)
         if row is None:
             raise Refusal(f"there is no model {shown(model)}", remedy="create it first", status=404)
         return row
 
     def checkpoint(self, path: str, *kinds: str) -> Any:
-        """Return the row of a checkpoint, of one of ``kinds`` if they are given. Raises
-        :class:`~headrace.base.net.refusal.Refusal` for another."""
+        """Return the journal's row of the checkpoint at ``path``. Raises :class:`~headrace.base.net.refusal.Refusal`:
+        with status 404 if there is none or it has expired, and also if ``kinds`` are given and it is of none of
+        them."""
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind != 'ephemeral'", path)
         if row is None or (row["expires_s"] is not None and row["expires_s"] < self._clock.wall()):
             raise Refusal(f"there is no checkpoint {shown(path, 200)}", remedy="list the checkpoints", status=404)
@@ -46,13 +56,14 @@ class Catalog:
         return row
 
     def spec(self, row: Any) -> dict[str, Any]:
-        """Return the settings of the model whose checkpoint ``row`` is."""
+        """Return the settings of the model that a checkpoint was saved from: its base, rank, seed and trained parts.
+        ``row`` is the checkpoint's row of the journal."""
         found: dict[str, Any] = facts_of_state(Path(row["directory"]))["spec"]
         return found
 
     def weights_info(self, body: bytes) -> dict[str, Any]:
         """Return the facts of a checkpoint that the client needs in order to create a model from it: its base, its rank
-        and the parts that it trains."""
+        (``None`` for whole weights) and, as flags, the parts that it trains."""
         path = schema.parse(body, schema.PathBody).tinker_path
         row = self.checkpoint(path, "weights", "sampler_weights", "external_weights")
         spec = self.spec(row)
@@ -66,7 +77,8 @@ class Catalog:
         }
 
     def training_run(self, model: str) -> dict[str, Any]:
-        """Return a model as an entry of the client's list of training runs, with its newest checkpoints."""
+        """Return the model with the id ``model`` as an entry of the client's list of training runs: its base and rank,
+        and its newest checkpoints. Raises :class:`Refusal` for an unknown id."""
         row = self.model(model)
         spec = json.loads(row["spec"])
         return {
@@ -81,7 +93,8 @@ class Catalog:
         }
 
     def training_runs(self, limit: int, offset: int, project: str | None = None) -> dict[str, Any]:
-        """Return the models, those used last first; with ``project``, those of sessions that were created in it."""
+        """Return one page of the models, those used last first: at most ``limit`` of them after the first ``offset``.
+        With ``project``, only models whose session was created in that project are listed."""
         query = "SELECT m.id, s.facts FROM models m LEFT JOIN sessions s ON s.id = m.session ORDER BY used_s DESC, m.id"
         rows = self._journal.all(query)
         if project is not None:
@@ -90,7 +103,8 @@ class Catalog:
         return {"training_runs": runs, "cursor": {"offset": offset, "limit": limit, "total_count": len(rows)}}
 
     def checkpoints(self, model: str | None, limit: int | None = None, offset: int = 0) -> dict[str, Any]:
-        """Return the checkpoints of a model, or of all, the newest first."""
+        """Return the checkpoints of ``model``, or of all models for ``None``, the newest first: one page of ``limit``
+        entries after the first ``offset``, or all of them without a cursor if ``limit`` is ``None``."""
         if model is not None:
             self.model(model)
         of_one = "AND model = ?" if model is not None else ""
@@ -103,42 +117,47 @@ class Catalog:
         return found
 
     def delete_checkpoint(self, model: str, name: str) -> None:
+        """Delete the checkpoint ``name`` (``KIND/NAME``) of ``model``. Raises :class:`Refusal` if there is none."""
         self.remove_checkpoint(self.checkpoint(f"tinker://{model}/{name}")["path"])
 
     def remove_checkpoint(self, path: str) -> None:
-        """Delete a checkpoint. Samplers that have it in memory go on."""
+        """Delete a checkpoint's record and files, if it exists. Samplers that have its weights in memory continue to
+        sample."""
         row = self._journal.one("SELECT directory FROM checkpoints WHERE path = ?", path)
         if row is not None:
             self._journal.run("DELETE FROM checkpoints WHERE path = ?", path)
             shutil.rmtree(row["directory"], ignore_errors=True)
 
     def set_ttl(self, model: str, name: str, body: bytes) -> None:
-        """Set when the checkpoint ``name`` of ``model`` expires: the number of seconds from now that the body gives, or
-        never."""
+        """Set when the checkpoint ``name`` (``KIND/NAME``) of ``model`` expires: after the ``ttl_seconds`` of the body,
+        counted from now, or never if they are ``None``."""
         row = self.checkpoint(f"tinker://{model}/{name}")
         ttl_s = checked_ttl(schema.parse(body, schema.TtlBody).ttl_seconds)
         expires = None if ttl_s is None else self._clock.wall() + ttl_s
         self._journal.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", expires, row["path"])
 
     def files_of(self, model: str, name: str) -> list[str]:
-        """Return the names of the files of an external checkpoint."""
+        """Return the names of the files that a client may download of the external checkpoint ``name`` (``KIND/NAME``)
+        of ``model``; files that only this server reads are left out."""
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return sorted(each.name for each in Path(row["directory"]).iterdir() if each.name not in OWN_FILES)
 
     def file_of(self, model: str, name: str, file: str) -> Path:
-        """Return a file of an external checkpoint."""
+        """Return the path of one file of an external checkpoint. Raises :class:`Refusal` (status 404) for a file that
+        :meth:`files_of` does not name."""
         if file not in self.files_of(model, name):
             raise Refusal(f"there is no file {shown(file)}", remedy="take a URL of this server", status=404)
         row = self.checkpoint(f"tinker://{model}/{name}", "external_weights")
         return Path(row["directory"]) / file
 
     def sessions(self, limit: int, offset: int) -> dict[str, Any]:
+        """Return one page of the ids of all sessions, the newest first."""
         rows = self._journal.all("SELECT id FROM sessions ORDER BY created_s DESC LIMIT ? OFFSET ?", limit, offset)
         return {"sessions": [row["id"] for row in rows]}
 
     def session(self, session: str) -> dict[str, Any]:
-        """Return the models and samplers that belong to a session. Raises :class:`Refusal` for one that does not
-        exist."""
+        """Return the ids of the models and samplers of a session, with the name and the metadata that its client gave.
+        Raises :class:`Refusal` (status 404) for one that does not exist."""
         row = self._journal.one("SELECT * FROM sessions WHERE id = ?", session)
         if row is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="list them first", status=404)
@@ -153,17 +172,19 @@ class Catalog:
         }
 
     def _last(self, model: str, kind: str) -> dict[str, Any] | None:
+        """Return the newest checkpoint of one ``kind`` of a model in the client's format; ``None`` if it has none."""
         query = "SELECT * FROM checkpoints WHERE model = ? AND kind = ? ORDER BY created_s DESC LIMIT 1"
         row = self._journal.one(query, model, kind)
         return None if row is None else _shown_checkpoint(row)
 
 
 def _time(seconds: float) -> str:
+    """Return a time, given in seconds since 1970, as ISO 8601 text in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
 def _shown_checkpoint(row: Any) -> dict[str, Any]:
-    """Return a checkpoint's row of the journal in the client's format."""
+    """Return a checkpoint's row of the journal in the client's format, as an entry of a list."""
     kinds = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
     facts = facts_of(row)
     return {

@@ -1,4 +1,5 @@
-"""The computation of training: one frozen base, log π of any targets under any adapter, micro-batch by micro-batch.
+"""The computation of training: log π of any targets under a frozen base model with the trainable weights of any client,
+micro-batch by micro-batch. A datum is a sequence of tokens with a target (or K of them) at each position.
 
 Shape legend: D data of a request, N positions of a datum, M positions of a micro-batch, K targets of a position.
 """
@@ -26,57 +27,67 @@ from headrace.wings.tinker.weights import AdapterKind, WeightKind, Weights, Whol
 
 Array = npt.NDArray[Any]
 MOST_CELLS = 2**21
-"""The most targets of one pass, with as many at each position as the datum has that has the most; a single datum may
-have more."""
+"""The largest number of targets in one pass, counted as all its positions times the most targets of one position; a
+single datum may have more."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class TrainResult:
-    """The results of a forward_backward, as far as they are computed."""
+    """The results of one forward_backward request, which each micro-batch adds to."""
 
     logprobs: list[Array] = field(default_factory=list)
-    """log π of the targets of each datum, ``[N]`` or ``[N, K]``."""
+    """log π of the targets of each datum computed so far, each ``[N]`` or ``[N, K]``."""
     loss: float = 0.0
-    """The sum of the losses of all targets."""
+    """The sum of the losses of all targets computed so far."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PromptScores:
-    """The log-probabilities of a prompt's tokens, and of the likeliest tokens at their positions."""
+    """The log-probabilities of a prompt's tokens, of the likeliest tokens in their places, and of given targets
+    there."""
 
     logprobs_N: Array
-    """The log-probability of each token; NaN for the first."""
+    """The log-probability of each token given those before it, in nats; NaN for the first."""
     top_ids_NK: Array
     top_logprobs_NK: Array
-    """The likeliest entries at each token, and their log-probabilities."""
+    """The token ids with the highest probability at each token's position, and their log-probabilities; 0 and −99999,
+    which the client reads as missing, at the first token."""
     targets_NK: Array | None
-    """The log-probabilities of the targets at each token but the first; ``None`` if none were given."""
+    """The log-probabilities of other given tokens, ``[N - 1, K]``, in the place of each token but the first; 0 where no
+    token was given. ``None`` if no such tokens were given at all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FrozenBase:
-    """A base model as the models of clients train on it, and their limits."""
+    """A base model that is never changed itself, with the limits for the weights that clients train on it. All clients
+    of one base share it."""
 
     path: Path
+    """The directory of the base model."""
     compute: BaseCompute
+    """The forward and backward passes with the base."""
     max_rank: int
-    """The largest rank of an adapter."""
+    """The largest rank of an adapter that a client may ask for."""
     max_context: int
-    """The most tokens of one datum."""
+    """The largest number of tokens of one datum."""
 
 
 class _UntiledHead:
-    """A split model whose head runs as the module it is, with its hooks."""
+    """A split model that offers its head only as a module, not as a matrix, so that :class:`TokenLogprobs` calls the
+    module and the hooks of an adapter on the head run."""
 
     def __init__(self, parts: TrunkAndHead) -> None:
+        """Offer the trunk and the head of the split model ``parts``."""
         self.hidden, self.logits = parts.hidden, parts.logits
 
 
 class BaseCompute:
-    """The base model, computing in one thread. ``tokens_per_microbatch`` bounds the positions of one pass, unless a
-    single datum has more. ``whole`` says that clients train all weights instead of adapters."""
+    """The passes of one base model: training and scoring with the weights of any client. It is used by one thread at a
+    time. ``tokens_per_microbatch`` bounds the positions of one pass, unless a single datum has more. ``whole`` says
+    that clients train all weights instead of adapters."""
 
     def __init__(self, model: PreTrainedModel, *, tokens_per_microbatch: int, whole: bool = False) -> None:
+        """Prepare the passes over ``model``, whose head and trunk are split so that logits are computed in chunks."""
         self.model = model
         self._budget = tokens_per_microbatch
         self._device = model.device
@@ -100,8 +111,9 @@ class BaseCompute:
         *,
         backward: bool,
     ) -> Iterator[None]:
-        """Add each micro-batch to ``result``, and yield between them. With ``backward``, gradients are added to those
-        of ``weights``."""
+        """Compute the loss of ``data`` with a client's ``weights``, and add each micro-batch's log-probabilities and
+        loss to ``result``. The iterator yields between micro-batches, so that other clients get their turns. ``loss``
+        is the loss function with its options. With ``backward``, gradients are added to those of ``weights``."""
         for place, part in enumerate(self._cut(data)):
             if place:
                 yield None
@@ -115,8 +127,8 @@ class BaseCompute:
     def _micro(
         self, weights: Weights, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
     ) -> Tensor:
-        """Return the sum of the loss over one micro-batch, as a scalar to differentiate, and append the logprobs of its
-        targets to ``result``."""
+        """Compute one micro-batch, ``part``: append the log-probabilities of its targets to ``result``, and return the
+        sum of its loss as a scalar to differentiate."""
         fn, options = loss
         found = self._of_targets(weights, [datum.ids_N for datum in part], [datum.targets for datum in part])
         total = torch.zeros((), device=self._device)
@@ -127,7 +139,9 @@ class BaseCompute:
         return total
 
     def _of_targets(self, weights: Weights | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
-        """Return log π of the targets of each sequence, in the shape of its targets."""
+        """Return log π of the targets at each position of each sequence, in the shape of its targets, ``[N]`` or ``[N,
+        K]``. The sequences ``ids`` are packed into one forward pass with ``weights``; ``None`` stands for the base's
+        own."""
         inputs = self._inputs(ids)
         count = sum(map(len, ids))
         width = max(each.shape[1] if each.ndim == 2 else 1 for each in targets)
@@ -151,8 +165,10 @@ class BaseCompute:
 
     @torch.no_grad()
     def score(self, weights: Weights | None, ids_N: Array, *, top: int, targets_NK: Array | None) -> PromptScores:
-        """Return the scores of a sequence at temperature 1. ``targets_NK`` ``[N - 1, K]`` are other tokens in the place
-        of each token but the first; −1 for none."""
+        """Return the log-probabilities of a sequence ``ids_N`` at temperature 1, with ``weights`` (``None``: the base's
+        own), for a client that asks for those of its prompt. ``top`` is the number of most probable entries to return
+        at each token. ``targets_NK`` ``[N - 1, K]`` are other tokens to score in the place of each token but the first,
+        with −1 where there is none."""
         count = len(ids_N)
         logprobs_N = np.full(count, np.nan, np.float32)
         top_ids, top_logs = np.zeros((count, top), np.int32), np.full((count, top), -99999.0, np.float32)
@@ -175,7 +191,8 @@ class BaseCompute:
         )
 
     def _cut(self, data: Sequence[Datum]) -> Iterator[list[Datum]]:
-        """Yield the micro-batches: consecutive data, so that the same request is always cut in the same places."""
+        """Yield the micro-batches of a request: consecutive data, cut in the same places whenever the same request is
+        computed again, so that it gives the same bits."""
         part, held, widest = list[Datum](), 0, 1
         for datum in data:
             tokens, width = len(datum.ids_N), datum.targets.shape[1] if datum.targets.ndim == 2 else 1
@@ -187,9 +204,12 @@ class BaseCompute:
         yield part
 
     def _inputs(self, ids: Sequence[Array]) -> dict[str, Any]:
+        """Return the inputs of one forward pass over the sequences ``ids``, packed into one row, with the plan by which
+        attention stays within each sequence."""
         plan = PackedPlan([len(each) for each in ids], self._device)
         joined = torch.from_numpy(np.concatenate(ids).astype(np.int64)).to(self._device)
         return {"input_ids": joined[None], "position_ids": plan.positions_N[None], PLAN: plan}
 
     def _tensor(self, values: Array) -> Tensor:
+        """Return an array of a request as a float32 tensor on the device of the model."""
         return torch.tensor(values, dtype=torch.float32, device=self._device)  # a copy: the bytes are the request's

@@ -1,4 +1,8 @@
-"""The limits of ``headrace tinker``."""
+"""The settings of a server that ``headrace tinker`` starts: its base models, its address and its limits.
+
+A base is a model on the disk. A "model", in the words of the protocol, is what one client trains on a base: an adapter,
+or all weights. A session is one run of a client program; a sampler is a set of weights that it samples from.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,10 @@ from headrace.engine.config import EngineConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseConfig:
-    """One base model of a server."""
+    """One base model of a server, as the command line names it."""
 
     path: Path
-    """Its directory."""
+    """The directory of the model."""
     names: tuple[str, ...]
     """The names under which clients may ask for it."""
     whole: bool = False
@@ -22,30 +26,34 @@ class BaseConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinkerConfig:
-    """The settings of one server."""
+    """The settings of one server, from the options of ``headrace tinker``."""
 
     bases: tuple[BaseConfig, ...]
     """The base models, each with names that no other has."""
     state: Path
-    """The directory of the journal, the checkpoints and the key."""
+    """The directory of the journal, the checkpoints and the key, which the next start goes on from."""
     host: str = "127.0.0.1"
+    """The address to listen on."""
     port: int = 8642
     """The port to listen on; 0 for a free one."""
     device: str = "auto"
+    """The device of all bases: ``cpu``, ``cuda``, ``cuda:N``, or ``auto`` for cuda where there is one."""
     max_body_bytes: int = 64 * 2**20
     """The largest body of a request; the client's chunks have 5 MB at most."""
     max_waiting: int = 1024
-    """The most requests of one model that wait; one more is answered with status 429, and the client repeats it."""
+    """The largest number of requests of one model that may wait to be computed; one more is answered with status 429,
+    and the client repeats it."""
     max_samples: int = 1024
     """The most samples that run or wait, of all sessions."""
     max_models: int = 256
-    """The most models of sessions that have not ended."""
+    """The largest number of models of sessions that have not ended; one more is refused."""
     max_resident: int = 32
-    """The most models in training, and the most samplers, of all bases, that stay in memory while they are not used."""
+    """The largest number of models in training, and of samplers, over all bases, whose weights stay in memory while no
+    request uses them. Others are on the disk until they are used again."""
     max_rank: int = 256
     """The largest rank of an adapter."""
     tokens_per_microbatch: int = 4096
-    """The most positions of one training pass, unless one datum has more."""
+    """The largest number of token positions in one training pass; a single datum may have more."""
     session_s: float = 120.0
     """Seconds without a heartbeat after which the models of a session move to the disk."""
     ephemeral_s: float = 86400.0
@@ -53,3 +61,4 @@ class TinkerConfig:
     poll_s: float = 30.0
     """Seconds for which a request for a result is held while there is none; the client waits 45."""
     engine: EngineConfig = field(default_factory=lambda: EngineConfig(flush_tokens=64))
+    """The settings of the engine of every base."""

@@ -1,4 +1,5 @@
-"""The data of one forward_backward, checked before anything is computed.
+"""The data of one forward_backward request, checked before anything is computed. A datum is one sequence of tokens with
+the inputs of the loss, by name: ``target_tokens``, ``weights``, ``logprobs``, ``advantages``, ``sequence_ratio_mask``.
 
 Shape legend: N positions of a datum, K target tokens of a position.
 """
@@ -22,63 +23,71 @@ TARGETS, WEIGHTS, LOGPROBS, ADVANTAGES, RATIO_MASK = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProvenanceSpan:
-    """A claim about where consecutive positions of a datum come from."""
+    """A client's claim about where consecutive positions of a datum come from: a sequence that the server sampled, or
+    its prompt."""
 
     sequence_id: str
-    """The sampled sequence, as the answer to its request named it."""
+    """The name of the sampled sequence, as the answer to its request gave it."""
     offset: int
-    """The first of these positions in that sequence, or in its prompt."""
+    """The index of the first of these positions in that sequence, or in its prompt."""
     length: int
     """The number of positions."""
     sampled: bool
-    """Whether the positions are tokens of that sequence; otherwise of its prompt."""
+    """Whether the positions are tokens of that sequence; ``False`` if they are of its prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Datum:
-    """One sequence of tokens, and what its loss reads."""
+    """One sequence of tokens to train on, with the inputs of its loss."""
 
     ids_N: Array
+    """The token ids that the model reads."""
     inputs: dict[str, Array]
     """The inputs of the loss by name, each ``[N]`` or ``[N, K]``."""
     input_spans: Sequence[ProvenanceSpan] = ()
+    """The provenance of ``ids_N``, in order; empty if the client gave none."""
     target_spans: Sequence[ProvenanceSpan] = ()
+    """The provenance of the inputs of the loss, in order; empty if the client gave none."""
     foreign: str = ""
     """The kind of content other than tokens in the datum; empty if there are only tokens."""
 
     @property
     def targets(self) -> Array:
-        """The target tokens, ``[N]`` or ``[N, K]``."""
+        """The token ids whose log-probability is trained, ``[N]`` or ``[N, K]``: each is predicted at its position."""
         return self.inputs[TARGETS]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TrainRequest:
-    """A forward_backward, or a forward alone."""
+    """One decoded request of a client: a forward_backward, or a forward pass alone."""
 
     model_id: str
+    """The model to train."""
     seq_id: int
     """Its place among the requests of the model, from 1."""
     data: list[Datum]
     loss_fn: str
+    """The name of the loss, such as ``ppo``."""
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
     """The options of the loss by name."""
     forward_only: bool = False
+    """Whether no gradient is computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataLimits:
-    """The limits of the model, which data must keep."""
+    """The limits of the base model, which every datum must keep."""
 
     vocab_size: int
-    """Token ids are below it."""
+    """The number of token ids; every id is below it."""
     max_context: int
-    """The most tokens of one datum."""
+    """The largest number of tokens of one datum."""
 
 
 def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[str], limits: DataLimits) -> None:
-    """Raise :class:`~headrace.base.errors.DataError`, which names the datum, unless every datum has the inputs that the
-    loss needs, in the right shapes, finite, and within the vocabulary and the context."""
+    """Raise :class:`~headrace.base.errors.DataError`, which names the datum, unless every datum can be trained: its
+    loss inputs are those ``needed`` and none but these and the ``optional`` ones, in the right shapes, finite, and
+    within the vocabulary and the context."""
     if not data:
         raise DataError("there are no data", remedy="give at least one datum")
     for place, datum in enumerate(data):
@@ -90,7 +99,8 @@ def check_data(data: Sequence[Datum], needed: Sequence[str], optional: Sequence[
 def _problem(
     datum: Datum, needed: Sequence[str], optional: Sequence[str], limits: DataLimits
 ) -> tuple[str, str] | None:
-    """Return why a datum cannot be trained, and the remedy; ``None`` if it can."""
+    """Return why a datum cannot be trained, and the remedy; ``None`` if it can. ``needed`` and ``optional`` are names
+    of loss inputs."""
     count = len(datum.ids_N)
     if datum.foreign:
         return f"it holds {datum.foreign}", "give tokens: this server trains language models of text"
@@ -134,7 +144,7 @@ def _wrong_columns(datum: Datum, shape: tuple[int, ...]) -> tuple[str, str] | No
 
 
 def _wrong_spans(datum: Datum, count: int) -> tuple[str, str] | None:
-    """Return the problem and the remedy if the provenance spans of ``datum`` do not cover all ``count`` positions;
+    """Return the problem and the remedy if provenance spans of ``datum`` do not add up to its ``count`` positions;
     ``None`` if they do or are absent."""
     for name, spans in (("model_input_spans", datum.input_spans), ("loss_fn_input_spans", datum.target_spans)):
         total = sum(span.length for span in spans)

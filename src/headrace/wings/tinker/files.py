@@ -1,5 +1,5 @@
-"""Weights on the disk, with the optimizer's state beside them where it is wanted: adapters in peft's format, and whole
-weights by the names of the model's parameters.
+"""A client's trained weights on the disk, with the optimizer's state beside them if it is asked for: adapters in peft's
+format, and whole weights by the names of the model's parameters.
 
 A directory is written under another name, flushed, and renamed, so that it is whole or not there. Its files have
 checksums, which are compared before any of them is used.
@@ -31,10 +31,11 @@ from headrace.models.weights import first_of, in_file_format, not_finite
 from headrace.wings.tinker.weights import WeightKind, Weights, WholeTensors, trainable
 
 STATE_FILE, FACTS_FILE = "training_state.safetensors", "tinker.json"
-"""The files that peft does not read: the moments of the optimizer with gradients not yet used, and the settings."""
+"""The files that peft does not read: the optimizer's moments with the gradients that no step has used yet, and the
+settings of the model with its version."""
 
 OWN_FILES = frozenset({STATE_FILE, FACTS_FILE, CHECKSUMS_FILE})
-"""The files that are of use to this server alone."""
+"""The files that only this server reads."""
 WHOLE_FILE = "model.safetensors"
 """The file of whole weights."""
 
@@ -47,19 +48,20 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=-]{0,127}")
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WeightState:
-    """The weights of a model as they are on the disk."""
+    """The trained weights of a model, in the form that :func:`write_state` writes and :func:`read_state` returns."""
 
     weights: Weights
     spec: Mapping[str, Any]
-    """The settings with which it was created: base, rank, seed and parts."""
+    """The settings of the model that the weights belong to: ``base``, ``rank``, ``seed`` and ``parts``."""
     version: int
-    """The number of optimizer steps that it has had."""
+    """The number of optimizer steps that the weights have had."""
     moments: Mapping[str, Tensor] = field(default_factory=dict)
     """The optimizer's state, and the gradients that no step has used; empty for weights alone."""
 
 
 def checked_name(name: str) -> str:
-    """Return ``name``. Raises :class:`~headrace.base.errors.DataError` for one that is no name of a checkpoint."""
+    """Return ``name``. Raises :class:`~headrace.base.errors.DataError` if it cannot be the name of a checkpoint: it has
+    other characters than letters, digits and ``. _ = -``, or more than 128."""
     if not _NAME.fullmatch(name):
         raise DataError(
             f"the name {name[:80]!r} of a checkpoint", remedy="take letters, digits, and . _ = - (at most 128)"
@@ -68,8 +70,8 @@ def checked_name(name: str) -> str:
 
 
 def checked_ttl(ttl_s: int | None) -> int | None:
-    """Return the time to live of a checkpoint; ``None``: it stays. Raises
-    :class:`~headrace.base.errors.DataError` for one that the protocol does not have."""
+    """Return the time to live of a checkpoint in seconds; ``None``: it never expires. Raises
+    :class:`~headrace.base.errors.DataError` if it is outside :data:`SHORTEST_TTL_S` to :data:`LONGEST_TTL_S`."""
     if ttl_s is not None and not SHORTEST_TTL_S <= ttl_s <= LONGEST_TTL_S:
         raise DataError(f"ttl_seconds={ttl_s}", remedy=f"set {SHORTEST_TTL_S} to {LONGEST_TTL_S}, or None")
     return ttl_s
@@ -78,10 +80,12 @@ def checked_ttl(ttl_s: int | None) -> int | None:
 def write_state(
     directory: Path, state: WeightState, *, base: str, prefixes: Mapping[str, str] = MappingProxyType({})
 ) -> int:
-    """Write ``state`` into ``directory``, which replaces an older one of that name; return its size in bytes.
+    """Write ``state`` into ``directory``, in place of what that directory held before; return its size in bytes.
 
-    ``prefixes`` are those of :func:`~headrace.models.text_part.prefixes_in_base`, where peft is to load the adapter of
-    a multimodal checkpoint; :func:`read_state` reads adapters that were written without."""
+    ``base`` is the name of the base model, which peft's settings of an adapter hold. ``prefixes``
+    (:func:`~headrace.models.text_part.prefixes_in_base`) are only for an adapter of a multimodal model that peft is to
+    load. :func:`read_state` cannot read such an adapter back.
+    """
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -100,8 +104,8 @@ def write_state(
 
 
 def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> int:
-    """Write whole weights of ``model`` as a directory that transformers loads, without a tokenizer; return its size in
-    bytes."""
+    """Write the whole weights ``state`` as a directory that transformers loads, without a tokenizer, with the
+    configuration of ``model``; return its size in bytes. A client downloads it."""
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -113,7 +117,8 @@ def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> 
 
 
 def _put_in_place(unfinished: Path, directory: Path) -> int:
-    """Rename a directory when all of it is on the disk, with checksums; return its size in bytes."""
+    """Add checksums to the directory ``unfinished``, wait until all of it is on the disk, and rename it to
+    ``directory``, whose former content is deleted; return its size in bytes."""
     seal(unfinished)
     size = sum(map(_flush, unfinished.iterdir()))
     shutil.rmtree(directory, ignore_errors=True)
@@ -123,8 +128,8 @@ def _put_in_place(unfinished: Path, directory: Path) -> int:
 
 
 def facts_of_state(directory: Path) -> dict[str, Any]:
-    """Return the settings and the version of the weights in ``directory``. Raises
-    :class:`~headrace.base.errors.DataError` for a missing or broken file."""
+    """Return the settings (``spec``) and the ``version`` of the weights in ``directory``, without reading the weights.
+    Raises :class:`~headrace.base.errors.DataError` for a missing or broken file."""
     try:
         listed = listed_checksums(directory)
         verify(directory, [FACTS_FILE] if listed else [])
@@ -175,15 +180,17 @@ def read_state(directory: Path, kind: WeightKind, device: torch.device, *, train
 
 
 def _own_name(key: str) -> str:
-    """Return the name of a tensor in a file of peft as the adapter has it; names of whole weights stay."""
+    """Return the adapter's own name for a tensor from the name in a file of peft; names of whole weights stay as they
+    are."""
     return key.removeprefix(_PREFIX).removesuffix(_SUFFIX) if key.startswith(_PREFIX) else key
 
 
 def _check_shapes(
     shapes: Mapping[str, tuple[int, ...]], weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]
 ) -> None:
-    """Raise ``ValueError`` for weights, and for moments of the optimizer, that are not of these names and shapes: one
-    that a pass meets later would end the passes of all."""
+    """Raise ``ValueError`` unless ``weights`` have exactly the names and the ``shapes`` that their settings ask for,
+    and ``moments`` of the optimizer the shapes of their weights: a wrong one would later fail a pass that computes for
+    all clients."""
     if odd := sorted(shapes.keys() ^ weights.keys()):
         raise ValueError(f"its tensors are not those of its settings: {first_of(odd)} in one of them only")
     found = {**weights, **{key: each for key, each in moments.items() if each.ndim}}  # a count of steps has no shape
@@ -194,10 +201,12 @@ def _check_shapes(
 
 
 def _unreadable(directory: Path, error: object) -> DataError:
+    """Return the error for a checkpoint in ``directory`` that ``error`` keeps from being read."""
     return DataError(f"{directory.name} cannot be read: {error}", remedy="load another checkpoint")
 
 
 def _save(tensors: Mapping[str, Tensor], file: Path) -> None:
+    """Write ``tensors`` by their names to a safetensors ``file``."""
     save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, file)
 
 

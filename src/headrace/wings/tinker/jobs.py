@@ -1,4 +1,7 @@
-"""Requests for samples that run or have ended, with the answers that clients may still ask for."""
+"""The requests for samples that run or have ended, with the answers that clients may still fetch.
+
+A client sends a request, gets a name for it at once, and then asks for the result under that name until it is there.
+"""
 
 from __future__ import annotations
 
@@ -14,41 +17,48 @@ PROTOBUF, JSON = "application/x-protobuf", "application/json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """The answer to a request for a result."""
+class ResultResponse:
+    """The HTTP answer to a client that asks for the result of an earlier request."""
 
     body: bytes
+    """The encoded result, or the error in the client's format."""
     media: str = JSON
+    """The content type of the body."""
     status: int = 200
     """The HTTP status."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SampleJob:
-    """A request for samples, and its answer when there is one."""
+    """A request for samples, which runs as a task, with its answer when there is one."""
 
-    task: asyncio.Task[Found]
+    task: asyncio.Task[ResultResponse]
+    """The task that samples; its result is the answer."""
     ids: list[str]
-    """The name of each sampled sequence."""
+    """The name of each sequence that is sampled, by which a client may later tell where training data come from."""
     record: SamplerRecord
-    """The sampling session."""
+    """The sampling session whose weights sample."""
     num_samples: int
+    """The number of sequences to sample."""
     ended_s: float | None = None
-    """When its answer was there, by the clock; ``None`` before."""
+    """The time at which the job ended, by the monotonic clock; ``None`` while it runs."""
     num_bytes: int = 0
-    """The size of the answer."""
+    """The size of the answer in bytes; 0 while there is none."""
     fetched: bool = False
     """Whether the client has had the answer."""
 
 
 class SampleJobs(dict[str, SampleJob]):
-    """The requests by name. What is forgotten is asked for again by its client."""
+    """The sampling requests of a server, by the name that each client was given. If an answer is asked for after it was
+    forgotten, the client is told so and sends the request again."""
 
     def __init__(self) -> None:
+        """Make an empty collection."""
         super().__init__()
         self._num_bytes = 0  # of all answers
 
     def __delitem__(self, name: str) -> None:
+        """Remove a request, and subtract its answer from the size of all answers."""
         self._num_bytes -= self[name].num_bytes
         super().__delitem__(name)
 
@@ -58,12 +68,13 @@ class SampleJobs(dict[str, SampleJob]):
             del self[name]
 
     def end(self, name: str, now_s: float) -> None:
-        """Note that a request has ended, with an answer or without."""
+        """Note that the request ``name`` has ended at ``now_s``, with an answer or without."""
         if name in self:
             self[name].ended_s = now_s
 
-    def keep(self, name: str, found: Found) -> None:
-        """Keep the answer ``found``, and forget the oldest others while all of them exceed :data:`KEPT_BYTES`."""
+    def keep(self, name: str, found: ResultResponse) -> None:
+        """Note the size of the answer ``found`` of the request ``name``. While all answers together exceed
+        :data:`KEPT_BYTES`, forget others: first those that clients have fetched, the oldest first."""
         if name not in self:
             return
         self[name].num_bytes = len(found.body)
@@ -76,7 +87,7 @@ class SampleJobs(dict[str, SampleJob]):
                 del self[each]
 
     def forget_old(self, now_s: float) -> None:
-        """Forget answers that were there :data:`KEPT_S` ago."""
+        """Forget the requests that ended more than :data:`KEPT_S` before ``now_s``, with their answers."""
         for name, job in list(self.items()):
             if job.task.done() and job.ended_s is not None and now_s - job.ended_s > KEPT_S:
                 del self[name]

@@ -1,7 +1,8 @@
 """The durable record of a server: what it has acknowledged, and what became of it.
 
-A request of a model is written before it is acknowledged, and its result in the transaction that ends it. So after a
-kill, at whichever moment, the state of a model is its last copy on the disk and the requests after it, computed again.
+A model is what one client trains; its requests are numbered by ``seq`` from 0, the request that creates it. A request
+of a model is written before it is acknowledged, and its result in the transaction that ends it. So after a kill, at
+whichever moment, the state of a model is its last copy on the disk and the requests after it, computed again.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CREATE TABLE IF NOT EXISTS samples (
 _FORMAT = "1"
 JOURNAL_FILE, LOCK_FILE = "journal.sqlite", "server.lock"
 KEPT_SAMPLES = 2000
-"""How many sampled sequences are kept for who looks at them later; older ones are deleted."""
+"""The number of sampled sequences that are kept to be looked at later; older ones are deleted."""
 
 WAITING, DONE, FAILED = "waiting", "done", "failed"
 """The states of a request: waiting ──▶ done or failed."""
@@ -50,34 +51,38 @@ WAITING, DONE, FAILED = "waiting", "done", "failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JournalEntry:
-    """One request of a model."""
+    """One request of a model, as a row of the journal."""
 
     model: str
+    """The id of the model."""
     seq: int
-    """Its place among the requests of the model; 0 makes the model."""
+    """The number of the request among those of the model; request 0 creates the model."""
     kind: str
-    """The endpoint."""
+    """The name of its endpoint, such as ``forward_backward``."""
     body: bytes
+    """The body as the client sent it; empty after it was dropped."""
     status: str
+    """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """The outcome of a request."""
+    """The status of a request, with its result if there is one."""
 
     status: str
     """:data:`WAITING`, :data:`DONE` or :data:`FAILED`."""
     result: bytes | None
-    """The answer; ``None`` while it waits, and after its time has passed."""
+    """The answer for the client, an error if the request failed; ``None`` while the request waits, and after the answer
+    was fetched and then deleted."""
 
 
 class Journal:
-    """An SQLite database in ``directory``, written by one process at a time; any of its threads may call. Others may
-    read it meanwhile."""
+    """An SQLite database in the state directory of a server. One process at a time writes it, and any of its threads
+    may call; other processes may read it meanwhile."""
 
     def __init__(self, directory: Path) -> None:
-        """Open the journal, or make it. Raises :class:`~headrace.base.errors.ConfigError` for one of another format,
-        and if another process has it open."""
+        """Open the journal in ``directory``, or create it. Raises :class:`~headrace.base.errors.ConfigError` for one of
+        another format, and if another process has it open."""
         self._descriptor = _hold(directory)
         self._lock = threading.RLock()
         try:
@@ -115,7 +120,7 @@ class Journal:
 
     @contextmanager
     def transaction(self) -> Iterator[None]:
-        """Make all changes within this context at once, or none."""
+        """Make all changes within this context at once, or none of them if it raises."""
         with self._lock:
             self._db.execute("BEGIN IMMEDIATE")
             try:
@@ -127,32 +132,34 @@ class Journal:
                 raise
 
     def value(self, key: str) -> str | None:
-        """Return a setting of the state; ``None`` if it was never set."""
+        """Return the value stored under ``key`` in the journal's table of settings; ``None`` if it was never set."""
         row = self.one("SELECT value FROM meta WHERE key = ?", key)
         return None if row is None else str(row["value"])
 
     def set_value(self, key: str, value: str) -> None:
-        """Set a setting of the state."""
+        """Store ``value`` under ``key`` in the journal's table of settings, in place of an earlier one."""
         self.run("INSERT OR REPLACE INTO meta VALUES (?, ?)", key, value)
 
     def one(self, query: str, *values: object) -> sqlite3.Row | None:
-        """Return the first row of ``query``; ``None`` if it has none."""
+        """Return the first row of the SQL ``query``, whose parameters are ``values``; ``None`` if it has none."""
         with self._lock:
             row: sqlite3.Row | None = self._db.execute(query, values).fetchone()
             return row
 
     def all(self, query: str, *values: object) -> list[sqlite3.Row]:
-        """Return the rows of ``query``."""
+        """Return all rows of the SQL ``query``, whose parameters are ``values``."""
         with self._lock:
             return self._db.execute(query, values).fetchall()
 
     def run(self, query: str, *values: object) -> int:
-        """Change the database, and return the number of rows changed."""
+        """Execute the SQL ``query``, which changes the database, with the parameters ``values``; return the number of
+        rows changed."""
         with self._lock:
             return self._db.execute(query, values).rowcount
 
     def accept(self, entry: JournalEntry, now_s: float) -> bool:
-        """Write a request; return whether it is new."""
+        """Write a request that arrived at ``now_s``, as waiting. Return whether it is new: a repeated request, with the
+        number of an earlier one, changes nothing."""
         return bool(
             self.run(
                 "INSERT OR IGNORE INTO requests (model, seq, kind, body, created_s) VALUES (?, ?, ?, ?, ?)",
@@ -161,29 +168,32 @@ class Journal:
         )  # fmt: skip
 
     def outcome(self, model: str, seq: int) -> Outcome | None:
-        """Return what became of a request; ``None`` for an unknown one."""
+        """Return the status and the result of a request; ``None`` for an unknown one."""
         row = self.one("SELECT status, result FROM requests WHERE model = ? AND seq = ?", model, seq)
         return None if row is None else Outcome(status=row["status"], result=row["result"])
 
     def set_kind(self, model: str, seq: int, kind: str) -> None:
-        """Change the kind of a request, so that a replay does not repeat it."""
+        """Change the kind of a request that failed by an error of the server, so that it is not repeated when the state
+        of the model is computed again."""
         self.run("UPDATE requests SET kind = ? WHERE model = ? AND seq = ?", kind, model, seq)
 
     def end(self, model: str, seq: int, status: str, result: bytes) -> None:
-        """Write the result of a request."""
+        """Write that a request has ended, with the status :data:`DONE` or :data:`FAILED` and the result for the
+        client."""
         self.run("UPDATE requests SET status = ?, result = ? WHERE model = ? AND seq = ?", status, result, model, seq)
 
     def drop_body(self, model: str, seq: int) -> None:
-        """Forget the body of a request that has ended, and that is never computed again."""
+        """Delete the body of a request that has ended and never has to be computed again."""
         self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq = ?", model, seq)
 
     def entry(self, model: str, seq: int) -> JournalEntry | None:
-        """Return a request; ``None`` for an unknown one."""
+        """Return the request ``seq`` of a model; ``None`` for an unknown one."""
         row = self.one("SELECT model, seq, kind, body, status FROM requests WHERE model = ? AND seq = ?", model, seq)
         return None if row is None else JournalEntry(**dict(row))
 
     def expire_unused(self, now_s: float) -> None:
-        """Let weights without a name expire that no sampler of a living session uses."""
+        """Let the weights that were saved for samplers without a name expire at ``now_s``, except those that a sampler
+        of a session that has not ended uses."""
         self.run(
             "UPDATE checkpoints SET expires_s = ? WHERE kind = 'ephemeral' AND directory NOT IN "
             "(SELECT directory FROM samplers JOIN sessions ON sessions.id = samplers.session "
@@ -192,8 +202,9 @@ class Journal:
         )
 
     def keep_used(self, sessions: Container[str], now_s: float, kept_s: float) -> None:
-        """Let weights without a name that samplers of ``sessions`` use expire ``kept_s`` from now; those that have more
-        than half of this time left stay as they are."""
+        """Extend the life of weights that were saved without a name and that samplers of the living ``sessions`` use:
+        they expire ``kept_s`` seconds after ``now_s``. Those that have more than half of this time left stay as they
+        are."""
         rows = self.all(
             "SELECT checkpoints.path, session FROM checkpoints "
             "JOIN samplers ON samplers.directory = checkpoints.directory "
@@ -205,17 +216,17 @@ class Journal:
                 self.run("UPDATE checkpoints SET expires_s = ? WHERE path = ?", now_s + kept_s, row["path"])
 
     def keep_samples(self, rows: Sequence[tuple[object, ...]]) -> None:
-        """Write sampled sequences, each as the values of the columns after its number."""
+        """Write sampled sequences; each row has the values of the columns of the table ``samples`` after the number."""
         with self.transaction():
             self._db.executemany("INSERT INTO samples VALUES (NULL, ?, ?, ?, ?, ?, ?, ?, ?)", rows)
 
     def forget_samples(self) -> None:
-        """Delete the sampled sequences before the last :data:`KEPT_SAMPLES`."""
+        """Delete all sampled sequences but the last :data:`KEPT_SAMPLES`."""
         self.run("DELETE FROM samples WHERE number <= (SELECT max(number) FROM samples) - ?", KEPT_SAMPLES)
 
     def forget_before(self, model: str, seq: int, fetched_before_s: float) -> None:
-        """Drop the bodies of requests up to ``seq``, which a copy on the disk covers, and results that were fetched
-        before a time."""
+        """Delete what a model's requests up to ``seq``, whose effect a copy on the disk holds, no longer need: their
+        bodies, and the results that were fetched before the time ``fetched_before_s``."""
         with self.transaction():
             self.run("UPDATE requests SET body = x'' WHERE model = ? AND seq <= ? AND length(body) > 0", model, seq)
             self.run(
@@ -225,8 +236,9 @@ class Journal:
 
 
 def _hold(directory: Path) -> int:
-    """Return a descriptor that holds the directory until it is closed. Raises
-    :class:`~headrace.base.errors.ConfigError` while another process holds it, and for one that cannot be written."""
+    """Lock the state directory for this process, and return the descriptor of the lock file; closing it releases the
+    lock. Raises :class:`~headrace.base.errors.ConfigError` while another process has the lock, and for a directory that
+    cannot be written."""
     state_directory(directory)
     descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY)
     try:
@@ -240,6 +252,7 @@ def _hold(directory: Path) -> int:
 
 
 def _unusable(directory: Path, error: Exception) -> ConfigError:
+    """Return the error for a journal in ``directory`` that ``error`` keeps from being opened."""
     return ConfigError(
         f"--state {directory}: its {JOURNAL_FILE} cannot be used: {error}",
         remedy="end the program that writes it, put its file back, or give another directory",
@@ -247,7 +260,7 @@ def _unusable(directory: Path, error: Exception) -> ConfigError:
 
 
 def state_directory(directory: Path) -> Path:
-    """Return the directory of a state, which is made if there is none. Raises
+    """Create the state directory of a server with its lock file, where they are missing, and return it. Raises
     :class:`~headrace.base.errors.ConfigError` if it cannot be written."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -264,6 +277,6 @@ def state_directory(directory: Path) -> Path:
 
 
 def facts_of(row: Mapping[str, Any] | sqlite3.Row) -> dict[str, Any]:
-    """Return the column ``facts`` of a row."""
+    """Return the decoded JSON of the column ``facts`` of a row."""
     found: dict[str, Any] = json.loads(row["facts"])
     return found

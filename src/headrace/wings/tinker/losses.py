@@ -1,7 +1,8 @@
-"""The losses of the protocol: plain sums over tokens of functions of log π.
+"""The losses of the protocol: plain sums over tokens of functions of log π, the log-probability of each target token.
 
-Shape legend: N positions of a datum, K target tokens of a position. In the formulas, ρ = exp(log π − log μ), with
-log μ the ``logprobs`` that came with the data, and A the ``advantages``.
+Shape legend: N positions of a datum, K target tokens of a position. In the formulas, ρ = exp(log π − log μ), with log μ
+the ``logprobs`` that came with the data, A the ``advantages``, and sg a stop of the gradient. A loss function gets log
+π, the inputs of the datum by name and the options, and returns the loss of each target.
 """
 
 from __future__ import annotations
@@ -21,57 +22,62 @@ Options = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenLossFn:
-    """A loss of the protocol."""
+    """A loss of the protocol, with what it reads."""
 
     compute: Callable[[Tensor, Inputs, Options], Tensor]
-    """Returns the loss of each target of one datum from its log π, its inputs, and the options."""
+    """The function that returns the loss of each target of one datum from its log π, its inputs and the options; their
+    sum is minimised."""
     needed: tuple[str, ...]
-    """The inputs that every datum must have."""
+    """The names of the inputs that every datum must have."""
     optional: tuple[str, ...] = ()
-    """The inputs that a datum may have."""
+    """The names of the inputs that a datum may have."""
     options: Mapping[str, float | None]
-    """The options with their defaults; ``None``: it must be given."""
+    """The options by name with their defaults; ``None`` marks one that the request must give."""
 
 
 def _cross_entropy(log_pi: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−w · log π; w is 1 where no weights were given."""
+    """Return −w · log π, with w the ``weights`` of the targets, or 1 if none are given."""
     return -log_pi * inputs[WEIGHTS] if WEIGHTS in inputs else -log_pi
 
 
 def _importance_sampling(log_pi_N: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−ρ · A."""
+    """Return −ρ · A."""
     return -torch.exp(log_pi_N - inputs[LOGPROBS]) * inputs[ADVANTAGES]
 
 
 def _ppo(log_pi_N: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−min(ρ A, clip(ρ) A) (Schulman et al. 2017, eq. 7)."""
+    """Return −min(ρ A, clip(ρ) A) (Schulman et al. 2017, eq. 7)."""
     return _clipped(torch.exp(log_pi_N - inputs[LOGPROBS]), inputs[ADVANTAGES], options)
 
 
 def _cispo(log_pi_N: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−sg(clip(ρ)) · A · log π (MiniMax 2025, eq. 4)."""
+    """Return −sg(clip(ρ)) · A · log π (MiniMax 2025, eq. 4)."""
     ratio_N = torch.exp(log_pi_N - inputs[LOGPROBS])
     return -_clip(ratio_N, options).detach() * inputs[ADVANTAGES] * log_pi_N
 
 
 def _dro(log_pi_N: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−(A log π − β/2 (log π − log μ)²) (Richemond et al. 2024, eq. 5)."""
+    """Return −(A log π − β/2 (log π − log μ)²), with β the option ``beta`` (Richemond et al. 2024, eq. 5)."""
     return -(log_pi_N * inputs[ADVANTAGES] - 0.5 * options["beta"] * (log_pi_N - inputs[LOGPROBS]) ** 2)
 
 
 def _gspo(log_pi_N: Tensor, inputs: Inputs, options: Options) -> Tensor:
-    """−min(s A, clip(s) A), where s = exp(mean of log ρ) over the tokens of the mask (Zheng et al. 2025, eq. 5 and
-    7). Without a mask these are the tokens whose advantage is not 0. Tokens outside the mask have no loss."""
+    """Return −min(s A, clip(s) A), where s = exp(mean of log ρ) is one ratio for the whole sequence, over the tokens of
+    the mask (Zheng et al. 2025, eq. 5 and 7). Without a mask these are the tokens whose advantage is not 0. Tokens
+    outside the mask have no loss."""
     mask_N = inputs[RATIO_MASK] if RATIO_MASK in inputs else (inputs[ADVANTAGES] != 0).float()
     log_ratio = ((log_pi_N - inputs[LOGPROBS]) * mask_N).sum() / mask_N.sum().clamp(min=1.0)
     return _clipped(torch.exp(log_ratio).expand_as(log_pi_N), inputs[ADVANTAGES], options) * mask_N
 
 
 def _clipped(ratio_N: Tensor, advantages_N: Tensor, options: Options) -> Tensor:
+    """Return −min(ratio · A, clip(ratio) · A) for each position."""
     return -torch.minimum(ratio_N * advantages_N, _clip(ratio_N, options) * advantages_N)
 
 
 def _clip(ratio_N: Tensor, options: Options) -> Tensor:
+    """Return the ratios bounded to the options ``clip_low_threshold`` and ``clip_high_threshold``, such as 0.8 and
+    1.2."""
     return ratio_N.clamp(options["clip_low_threshold"], options["clip_high_threshold"])
 
 
@@ -95,8 +101,9 @@ _REFUSED = {
 
 
 def loss_of(name: str, given: Mapping[str, float | str]) -> tuple[TokenLossFn, Options]:
-    """Return the loss ``name`` and its options. Raises :class:`~headrace.base.errors.ConfigError` for an unknown loss
-    or option."""
+    """Return the loss ``name`` and its options: the defaults, replaced by those ``given`` in the request. Raises
+    :class:`~headrace.base.errors.ConfigError` for an unknown loss or option, one that is missing, and a value that is
+    not possible."""
     if name not in LOSSES:
         remedy = _REFUSED.get(name, nearest(name[:80], LOSSES))
         raise ConfigError(f"loss_fn={name[:80]!r} is not served", remedy=remedy)

@@ -1,4 +1,9 @@
-"""The execution of requests: create, train, step, save and load a model. All of it runs in the thread of the turns."""
+"""The execution of requests: create, train, step, save and load a model. All of it runs in one thread, which computes a
+piece of each model's request in turn. A tenant is a model in training: its weights, gradients and optimizer in memory.
+
+Each request is an iterator: it yields ``None`` after a piece of work, a tenant if it makes or replaces the model's
+state, and at its end an :class:`Answer` with the result for the client.
+"""
 
 from __future__ import annotations
 
@@ -46,21 +51,23 @@ KINDS = {
     "save_weights_for_sampler": "sampler_weights",
     "save_weights_external": "external_weights",
 }
-"""The part of a checkpoint's name that each way of saving gives."""
+"""The part KIND of a checkpoint's path ``tinker://MODEL/KIND/NAME``, by the endpoint that saves it."""
 
 Step = Iterator[Answer | Tenant | None]
 
 
 def spec_of(body: CreateModelBody, base: FrozenBase) -> dict[str, Any]:
-    """Return the settings of a new model. Raises :class:`~headrace.base.errors.ConfigError` for one that cannot be
-    trained here."""
+    """Return the settings of a new model on ``base``: base, rank, seed and trained parts. Raises
+    :class:`~headrace.base.errors.ConfigError` if a model with the settings of ``body`` cannot be trained here."""
     if body.optimizer_config.type != "adamw":
         raise ConfigError(f"optimizer_config.type={body.optimizer_config.type!r}", remedy="take 'adamw'")
     return base.compute.kind.spec_of(body, base.max_rank)
 
 
 class Performer:
-    """The object that carries out the requests of models."""
+    """The object that carries out the requests of models; :class:`Tenants` calls it for each request in order, also for
+    those that are computed again after a restart. ``seed_of`` gives the seed of a model's first weights if its client
+    gave none, and ``ephemeral_s`` is the life in seconds of weights that are saved for samplers without a name."""
 
     def __init__(
         self,
@@ -72,6 +79,8 @@ class Performer:
         seed_of: Callable[[str], int],
         ephemeral_s: float,
     ) -> None:
+        """Make a performer that reads and writes ``journal``, and keeps files below the state ``directory``. ``bases``
+        are the base models by name; the other parameters are explained above."""
         self._journal, self._directory, self._bases = journal, directory, bases
         self._clock = clock
         self._seed_of, self._ephemeral_s = seed_of, ephemeral_s
@@ -87,13 +96,16 @@ class Performer:
         }
 
     def __call__(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Compute ``entry``; see :data:`headrace.wings.tinker.tenants.Perform`."""
+        """Return the iterator that computes the request ``entry``. ``tenant`` is the model's state in memory, or
+        ``None`` if the model was not created; then only a creation or a loading of weights is possible. Raises
+        :class:`~headrace.base.errors.DataError` for other requests."""
         if tenant is None and entry.kind not in ("create_model", "load_weights"):
             raise DataError(f"the model {entry.model} was never created", remedy="look at the answer of create_model")
         return self._kinds[entry.kind](tenant, entry)
 
     def _create(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Make a new model with the settings that were checked when it was accepted, and weights from its seed."""
+        """Make a new model with the settings that were checked when the request was accepted, and weights drawn from
+        its seed."""
         row = self._journal.one("SELECT spec FROM models WHERE id = ?", entry.model)
         assert row is not None, "requests of unknown models are refused"
         spec = json.loads(row["spec"])
@@ -104,8 +116,8 @@ class Performer:
         yield answer_of({"model_id": entry.model, "type": "create_model"})
 
     def _train(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Compute the loss of a request's data, and its gradient unless the request is forward only; yield between
-        micro-batches."""
+        """Compute the loss of a request's data and, unless the request is forward only, add its gradient to the
+        model's; yield between micro-batches. The answer holds the log-probabilities of the targets and the loss."""
         assert tenant is not None
         request = wire.read_train_request(entry.body)
         fn, options = loss_of(request.loss_fn, request.loss_fn_config)
@@ -120,8 +132,8 @@ class Performer:
         yield Answer(result=wire.write_train_result(result.logprobs, {"loss:sum": result.loss}))
 
     def _step(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Make an optimizer step with the settings of the request. Raises :class:`~headrace.base.errors.ConfigError` if
-        AdamW cannot use them."""
+        """Make one optimizer step with the gradients that have added up and the settings of the request. Raises
+        :class:`~headrace.base.errors.ConfigError` if AdamW cannot use them."""
         assert tenant is not None
         body = parse(entry.body, OptimStepBody)
         if body.adam_params is None:
@@ -152,7 +164,9 @@ class Performer:
         yield answer_of({"path": path, "type": "save_weights_external"}, write=write)
 
     def _save_for_sampler(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Save weights for sampling, under a path or for a sampling session."""
+        """Save weights to sample from: as a named checkpoint, or without a name for one sampling session, if the body
+        gives the session's number. Kind ``snapshot`` fixes the weights of that session; with ``inflight``, all
+        in-flight sessions of the model get them too."""
         assert tenant is not None
         body = parse(entry.body, SaveForSamplerBody)
         if body.kind not in ("snapshot", "inflight"):
@@ -189,7 +203,8 @@ class Performer:
         yield answer_of({"sampling_session_id": sampler, "type": "save_weights_for_sampler"}, write=note)
 
     def _load(self, tenant: Tenant | None, entry: JournalEntry) -> Step:
-        """Replace the weights of a model by those of a training checkpoint."""
+        """Replace the weights of a model by those of a training checkpoint with the same rank and parts, and with the
+        body's ``optimizer`` also the state of the optimizer."""
         body = parse(entry.body, LoadWeightsBody)
         row = self._journal.one("SELECT * FROM checkpoints WHERE path = ? AND kind = 'weights'", body.path)
         if row is None or (row["expires_s"] or float("inf")) < self._clock.wall():
@@ -221,12 +236,14 @@ class Performer:
         written = json.dumps(loaded_spec)
 
         def write() -> None:
+            """Record the settings of the model with the loaded weights in the journal."""
             self._journal.run("UPDATE models SET spec = ? WHERE id = ?", written, entry.model)
 
         yield answer_of(answer, write=write, copy=True)
 
     def _missing(self, _: Tenant | None, entry: JournalEntry) -> Step:
-        """Fail in the place of a request that its client has counted, and that is not here."""
+        """Fail in the place of a request that its client has numbered but that did not arrive or was too long; the body
+        holds the reason and the remedy if they are known."""
         if entry.body:
             problem, remedy = entry.body.decode().split("\n", 1)
             raise DataError(problem, remedy=remedy)
@@ -236,15 +253,16 @@ class Performer:
         )
 
     def _base_of(self, spec: Mapping[str, Any]) -> FrozenBase:
-        """Return the base of a model's settings. Raises :class:`~headrace.base.errors.DataError` if it is not
-        served."""
+        """Return the base of a model with the settings ``spec``. Raises :class:`~headrace.base.errors.DataError` if it
+        is not served."""
         base = self._bases.get(spec["base"])
         if base is None:
             raise DataError(f"the base {spec['base']} is not served", remedy="start the server with --name NAME=DIR")
         return base
 
     def _fits(self, loaded: Mapping[str, Any], own: Mapping[str, Any]) -> bool:
-        """Return whether a model with the settings ``own`` can take weights of the settings ``loaded``."""
+        """Return whether a model with the settings ``own`` can take weights that were saved with the settings
+        ``loaded``: the rank, the parts and the base must be the same."""
         same = all(loaded[key] == own[key] for key in ("rank", "parts"))
         return same and self._bases.get(loaded["base"]) is self._bases.get(own["base"])
 
@@ -258,7 +276,10 @@ class Performer:
         metadata: Any = None,
         overwrite: bool = False,
     ) -> tuple[str, Callable[[], None]]:
-        """Write the checkpoint ``name``; return its path, and what writes its record."""
+        """Write the files of the checkpoint ``name`` for the request ``entry``; return its path, and the function that
+        writes its record to the journal together with the request's result. ``ttl_s`` is its time to live in seconds
+        (``None``: for ever), and ``metadata`` is what the client wants to read later. Raises
+        :class:`~headrace.base.errors.DataError` if the path exists and ``overwrite`` is not set."""
         kind = KINDS[entry.kind]
         path = f"tinker://{entry.model}/{kind}/{checked_name(name)}"
         checked_ttl(ttl_s)
@@ -297,8 +318,9 @@ class Performer:
 
 
 def _finite_state(tenant: Tenant) -> WeightState:
-    """Return the state of a model for a checkpoint or a sampler. Raises :class:`~headrace.base.errors.RunError` for
-    weights that are infinite or not a number, with which nothing can be done later."""
+    """Return the weights and the optimizer's state of a model for a checkpoint or a sampler. Raises
+    :class:`~headrace.base.errors.RunError` for weights that are infinite or not a number, which no later request could
+    use."""
     state = tenant.state(gradients=False)
     if broken := not_finite(state.weights.tensors):
         raise RunError(
@@ -310,6 +332,6 @@ def _finite_state(tenant: Tenant) -> WeightState:
 
 
 def _described(spec: Mapping[str, Any]) -> str:
-    """Return the words for the settings of a model, after its name."""
+    """Return the settings of a model as words that follow its name in a message: rank, parts and base."""
     rank = "" if spec["rank"] is None else f"has rank {spec['rank']}, "
     return f"{rank}trains {', '.join(spec['parts']) or 'all weights'}, and is of the base {spec['base']}"

@@ -1,4 +1,5 @@
-"""What a server has written, read from its state directory by another process, while it serves or afterwards.
+"""What a server of the Tinker protocol has written, read from its state directory by another process, while it serves
+or afterwards. ``headrace view`` shows it as pages; the dictionaries returned here are rows of its tables.
 
 Nothing here needs torch. Every answer is read anew in a connection that cannot write.
 """
@@ -20,28 +21,30 @@ from headrace.wings.tinker.journal import DONE, FAILED, JOURNAL_FILE, WAITING
 from headrace.wings.tinker.wire import read_metrics, read_train_request
 
 MOST_ROWS = 100
-"""The most rows of a list."""
+"""The largest number of rows in a list."""
 
 
 def is_state(directory: Path) -> bool:
-    """Return whether ``directory`` is the state of a server."""
+    """Return whether ``directory`` is the state directory of a server of the Tinker protocol."""
     return (directory / JOURNAL_FILE).is_file()
 
 
 class ServerRecords:
-    """The state in ``directory``. Any thread may call."""
+    """A reader of the state directory of a server. Any thread may call its methods."""
 
     def __init__(self, directory: Path) -> None:
+        """Make a reader of the state in ``directory``; nothing is opened yet."""
         self.directory = directory
 
     def bases(self) -> dict[str, str]:
-        """Return the directory of the base behind each name."""
+        """Return the directory of the base model behind each name that clients may give."""
         with self._reading() as db:
             row = db.execute("SELECT value FROM meta WHERE key = 'bases'").fetchone()
         return {} if row is None else dict(json.loads(row["value"]))
 
     def tenants(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the models, the one used last first, each with its queue at ``now_s``."""
+        """Return the models in training, those used last first, each with its requests by status; ``now_s`` is the
+        present time, for ages in seconds."""
         with self._reading() as db:
             rows = db.execute(
                 "SELECT m.*, s.facts, s.finished FROM models m LEFT JOIN sessions s ON s.id = m.session "
@@ -50,8 +53,9 @@ class ServerRecords:
             return [self._tenant(db, row, now_s) for row in rows]
 
     def _tenant(self, db: sqlite3.Connection, row: sqlite3.Row, now_s: float) -> dict[str, Any]:
-        """Return a model as a row of the page: its base, its owner, and the number of its requests by status; times in
-        seconds."""
+        """Return the model of the journal's ``row`` as a row of the page: its base, rank and parts, the name of its
+        session, the number of its requests by status, the seconds since it was used and for which its oldest request
+        has waited, its optimizer steps, and its last loss (``None`` before the first)."""
         model, spec = row["id"], json.loads(row["spec"] or "{}")
         counts = dict.fromkeys((WAITING, DONE, FAILED), 0)
         query = "SELECT status, count(*) AS n FROM requests WHERE model = ? GROUP BY status"
@@ -79,7 +83,8 @@ class ServerRecords:
         }
 
     def queue(self, now_s: float) -> list[dict[str, Any]]:
-        """Return the requests that wait at ``now_s``, the oldest first."""
+        """Return the requests that wait to be computed, the oldest first, each with the seconds that it has waited at
+        ``now_s``."""
         query = (
             "SELECT model, seq, kind, length(body) AS bytes, created_s FROM requests WHERE status = ? "
             "ORDER BY created_s, seq LIMIT ?"
@@ -89,7 +94,8 @@ class ServerRecords:
         return [{**dict(row), "waiting_s": max(0.0, now_s - row["created_s"])} for row in rows]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return the last sampled sequences, the newest first, without their tokens."""
+        """Return the last sampled sequences, the newest first, with the numbers of their tokens but without the
+        tokens."""
         query = (
             "SELECT a.number, a.sampler, s.base, s.kind, s.model, a.stop, a.created_s, length(a.prompt) / 4 AS prompt, "
             "length(a.ids) / 4 AS tokens FROM samples a LEFT JOIN samplers s ON s.id = a.sampler "
@@ -99,8 +105,8 @@ class ServerRecords:
             return [dict(row) for row in db.execute(query, (MOST_ROWS,))]
 
     def sample(self, number: int) -> dict[str, Any]:
-        """Return a sampled sequence with its tokens. Raises :class:`~headrace.base.errors.DataError` for an unknown
-        one."""
+        """Return the sampled sequence with the given number: its prompt, tokens, logprobs and the version that sampled
+        each token, as lists. Raises :class:`~headrace.base.errors.DataError` if there is none."""
         query = "SELECT a.*, s.base, s.model FROM samples a LEFT JOIN samplers s ON s.id = a.sampler WHERE a.number = ?"
         with self._reading() as db:
             row = db.execute(query, (number,)).fetchone()
@@ -113,8 +119,9 @@ class ServerRecords:
         return {**{name: row[name] for name in ("name", "base", "model", "stop")}, **columns, "logprobs": logprobs}
 
     def trained(self, model: str) -> list[dict[str, Any]]:
-        """Return the data of the last forward_backward requests of a model, the newest first: of each position its
-        target, and what the loss reads. Requests before the model's last copy on the disk have no data any more."""
+        """Return the data of the last forward_backward requests of a model, the newest request first: the tokens, the
+        targets, and what the loss reads of each position. Requests that the model's last copy on the disk covers have
+        no data any more."""
         query = (
             "SELECT seq, status, body FROM requests WHERE model = ? AND kind = 'forward_backward' AND length(body) > 0 "
             "ORDER BY seq DESC LIMIT 8"
@@ -137,7 +144,8 @@ class ServerRecords:
 
 
 def _data_of(row: sqlite3.Row) -> Iterator[dict[str, Any]]:
-    """Yield the data of a stored training request, one by one, with their tokens, targets and loss inputs."""
+    """Yield each datum of a stored training request as a row of the page, with its tokens, targets and loss inputs;
+    nothing if the request cannot be read."""
     try:
         request = read_train_request(row["body"])
     except DataError:  # the server has said so to the client that sent it

@@ -2,6 +2,9 @@
 
 bind ─▶ listen (503: loading) ─▶ model, engine, journal ─▶ go on where the last one ended ─▶ serve ─▶ Ctrl-C
 ─▶ end the turns after their piece ─▶ copy every adapter to the disk
+
+The turns are the thread that computes for all models, a piece of each in turn. The state is the directory with the
+journal, the checkpoints and the key, which outlives the process.
 """
 
 from __future__ import annotations
@@ -34,8 +37,9 @@ KEY_FILE = "key"
 
 
 def key_of(state: Path) -> str:
-    """Return the key of the server with this state, which is made when there is none; only its user can read it.
-    Raises :class:`~headrace.base.errors.ConfigError` for a file that holds no key."""
+    """Return the key that clients of the server must send. It is read from the state directory ``state``, and made
+    there at the first start, as a file that only its user can read. Raises :class:`~headrace.base.errors.ConfigError`
+    for a file that holds no key."""
     file = state_directory(state) / KEY_FILE
     remedy = "delete it, and a new key is made"
     try:
@@ -51,22 +55,26 @@ def key_of(state: Path) -> str:
 
 
 def serve(config: TinkerConfig, key: str, *, clock: Clock, serving: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C or SIGTERM; ``serving`` is called with the URL when requests are answered. Raises
-    :class:`~headrace.base.errors.ConfigError` for an address that cannot be used and the errors of loading."""
+    """Serve until Ctrl-C or SIGTERM. ``serving`` is called with the server's URL once the models are loaded and
+    requests are answered. Raises :class:`~headrace.base.errors.ConfigError` for an address that cannot be used, and the
+    errors of loading."""
     with bind(config.host, config.port) as listening:
         asyncio.run(TinkerServer(config, key, clock, serving).run(listening))
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at the address. Raises :class:`~headrace.base.errors.ConfigError`."""
+    """Return a socket that listens at the address; port 0 takes a free one. Raises
+    :class:`~headrace.base.errors.ConfigError` if it cannot be used."""
     setting = f"--host {host} --port {port}"
     return listening_socket(host, port, setting=setting, remedy="give a free port; 0 takes any")
 
 
 class TinkerServer:
-    """One server, with a life in one event loop."""
+    """One server, which runs in one event loop until it is stopped. ``serving`` is called with its URL once it answers
+    requests."""
 
     def __init__(self, config: TinkerConfig, key: str, clock: Clock, serving: Callable[[str], None]) -> None:
+        """Prepare the server; :meth:`run` loads its models and serves. Clients must send ``key``."""
         self._config, self._clock, self._serving = config, clock, serving
         self._holder = ServerHolder()
         app = make_app(self._holder, key, max_body_bytes=config.max_body_bytes, clock=clock)
@@ -76,7 +84,7 @@ class TinkerServer:
         )  # fmt: skip
 
     def stop(self) -> None:
-        """End the server soon, as Ctrl-C does; any thread may call."""
+        """End the server soon, as Ctrl-C does; any thread may call this."""
         self._http.should_exit = True
 
     async def run(self, listening: socket.socket) -> None:
@@ -91,11 +99,13 @@ class TinkerServer:
             raise errors.exceptions[0] from None
 
     async def _live(self, url: str) -> None:
-        """Load the models, and answer requests until the server is stopped or one of its threads fails."""
+        """Load the models, and answer requests until the server is stopped or one of its threads fails. Then write all
+        models in training to the disk."""
         loop = asyncio.get_running_loop()
         dead = loop.create_future()
 
         def failed(error: BaseException) -> None:
+            """Report the error that ended the thread of the turns to the event loop, which then ends the server."""
             loop.call_soon_threadsafe(lambda: None if dead.done() else dead.set_exception(error))
 
         try:
@@ -128,6 +138,7 @@ class TinkerServer:
             self._http.should_exit = True
 
     async def _sweep(self, service: TinkerService) -> None:
+        """Let the service do its regular clean-up every :data:`SWEEP_S` seconds, until this task is cancelled."""
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
@@ -137,9 +148,12 @@ class TinkerServer:
 
 
 class _LoadedParts:
-    """The parts of a server that take time to load: its bases and its journal."""
+    """The parts of a server that take time to load: its journal and its bases. They are made in a thread, while the
+    server already listens."""
 
     def __init__(self, config: TinkerConfig, clock: Clock) -> None:
+        """Open the journal in the state directory and load every base. Raises
+        :class:`~headrace.base.errors.ConfigError` if the state belongs to other bases."""
         self.config, self._clock = config, clock
         self.journal = Journal(config.state)
         try:
@@ -154,7 +168,8 @@ class _LoadedParts:
             self.journal.set_value("seed", secrets.token_hex(8))
 
     def tenants(self, turns: Turns) -> Tenants:
-        """Return the models of the state, which are not resumed yet."""
+        """Return the manager of all models in training, which computes in ``turns``. It does not continue the requests
+        of the last start until its ``resume`` is called."""
         config, bases = self.config, {name: base.training for base in self.bases for name in base.names}
         tenants = Tenants(self.journal, config.state, bases, turns, clock=self._clock, max_resident=config.max_resident)
         tenants.perform = Performer(
@@ -168,12 +183,13 @@ class _LoadedParts:
         return tenants
 
     async def served(self, stack: AsyncExitStack) -> list[ServedBase]:
-        """Start the engines, which end with ``stack``; return the bases."""
+        """Start the engine of every base, which is stopped when ``stack`` is closed; return the bases."""
         return [await base.served(stack, self.config.max_samples) for base in self.bases]
 
     def _refuse_other_bases(self) -> None:
-        """Note which model is behind each name. Raises :class:`~headrace.base.errors.ConfigError` for a name that was
-        another's when models were trained on it."""
+        """Note in the journal which model is behind each name. Raises :class:`~headrace.base.errors.ConfigError` for a
+        name that stood for another model, or for the other kind of training, when models of this state were trained
+        under it."""
         used = {json.loads(row["spec"])["base"] for row in self.journal.all("SELECT spec FROM models")}
         for base in self.config.bases:
             found = f"{fingerprint(base.path)}{' whole' if base.whole else ''}"

@@ -1,9 +1,10 @@
-"""The sampling sessions: each has weights of its own, fixed or in-flight, and all share one engine.
+"""The weights of the sampling sessions: each session has its own, fixed or in-flight, and all share one engine.
 
-The engine finds a session's weights by name in :class:`SamplerWeights`. A session of kind ``inflight`` takes the
-weights of its model's next in-flight save between two steps; its tokens carry the version that sampled each.
+The engine finds a session's weights by the session's name in :class:`SamplerWeights`, as it finds adapters. A session
+of kind ``inflight`` takes the weights of its model's next in-flight save between two steps; its tokens carry the
+version that sampled each.
 
-Shape legend: T sampled tokens, K likeliest entries, R rows of a pass, D rows that sample.
+Shape legend: T sampled tokens, K likeliest entries, R rows of a pass (one for each request), D rows that sample.
 """
 
 from __future__ import annotations
@@ -27,14 +28,15 @@ Index = npt.NDArray[np.int64]
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SamplerSlot:
-    """The weights of one sampling session."""
+    """The weights of one sampling session, as :class:`SamplerWeights` holds them in memory."""
 
     place: int
     """The adapter number that the engine gives to new requests of the session, and under which it caches their tokens.
     Each session gets a new one, used by no other, whenever its weights change. Requests that already run keep their
     number, but are sampled with the new weights."""
     weights: Weights | None
-    """``None`` if the session samples from the base model, or if its weights have been unloaded to the disk."""
+    """The tensors; ``None`` if the session samples from the base model, or if its weights have been unloaded and are on
+    the disk alone."""
     version: int
     """The version of the weights: the number of optimizer steps that made them."""
     loaded: bool = True
@@ -44,45 +46,51 @@ class SamplerSlot:
 
 
 WeightsOf = Callable[[int], Weights | None]
-"""Returns the weights with this number; ``None`` for the base."""
+"""A function that returns the weights with an adapter number; ``None`` stands for the base model's own."""
 
 
 class Passes(Protocol):
-    """How an engine's model computes the rows of a pass with the weights of their sessions."""
+    """The way in which an engine's model computes the rows of a pass, each with the weights of its session."""
 
     shared: bool
     """Whether rows of several sessions can be computed in one pass."""
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Compute a pass over ``rows`` within this context."""
+        """Let the model compute a pass over ``rows`` within this context, with the weights that ``weights_of`` returns
+        for the adapter number of each row."""
         ...
 
 
 class WholePasses:
-    """Passes with whole weights, of one session at a time."""
+    """Passes in which the whole weights of one session take the place of the model's."""
 
     shared = False
 
     def __init__(self, kind: WholeKind) -> None:
+        """Make passes in which ``kind`` exchanges the weights of the model."""
         self._kind = kind
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
+        """Let the model compute with the weights of the session of ``rows`` within this context; all rows of such a
+        pass are of one session."""
         weights = weights_of(int(rows.adapter_R[0]))
         assert not isinstance(weights, LoraTensors)
         return self._kind.on(weights)
 
 
 class AdapterPasses:
-    """Passes with adapters, of several sessions at a time."""
+    """Passes in which each row is computed by the base with the adapter of its session; rows of several sessions share
+    a pass."""
 
     shared = True
 
     def __init__(self, multi: MultiLora) -> None:
+        """Make passes in which ``multi`` applies adapters to the rows of the model."""
         self._multi = multi
 
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
-        """Give each row of the pass the adapter of its session, within this context; rows of the base model get
-        none."""
+        """Let the model compute a pass within this context, each row with the adapter of its session; rows of the base
+        model get none."""
         places, of_R = np.unique(rows.adapter_R, return_inverse=True)
         loras, numbers = list[LoraTensors](), np.full(len(places), -1, np.int32)
         for index, place in enumerate(places.tolist()):
@@ -96,10 +104,11 @@ class AdapterPasses:
 
 
 class SamplerWeights:
-    """The weights of the sampling sessions, as an engine's adapters. Any thread may call; what changes is used from the
-    next pass on. At most ``max_loaded`` of them stay in memory while they are not used."""
+    """The weights of all sampling sessions of one base, which its engine uses as adapters. Any thread may call; a
+    change takes effect at the next pass. At most ``max_loaded`` weights stay in memory while no request uses them."""
 
     def __init__(self, passes: Passes, max_loaded: int) -> None:
+        """Make an empty collection; ``passes`` lets the engine's model compute with its weights."""
         self.share_passes = passes.shared
         self._passes, self._max_loaded = passes, max_loaded
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
@@ -108,13 +117,15 @@ class SamplerWeights:
         self._count = 0
 
     def put(self, name: str, weights: Weights | None, version: int) -> None:
-        """Set the weights of ``name``, which are used from the next pass on."""
+        """Set the weights of the session ``name`` and their version; they are used from the next pass on. ``None``
+        stands for the base model's own weights."""
         with self._lock:
             self._set(name, weights, version)
             self._unload()
 
     def use(self, name: str, load: Callable[[], tuple[Weights | None, int]]) -> None:
-        """Keep the weights of ``name`` in memory until :meth:`release`; ``load`` reads them if they are not there."""
+        """Keep the weights of the session ``name`` in memory until :meth:`release` is called as often. If they are not
+        in memory, ``load`` reads them from the disk and returns them with their version."""
         with self._lock:
             if self._count_use(name):
                 return
@@ -126,18 +137,18 @@ class SamplerWeights:
             self._unload()
 
     def release(self, name: str) -> None:
-        """End one use of ``name``."""
+        """End one use of the weights of ``name`` that :meth:`use` began; unused weights may be unloaded then."""
         with self._lock:
             self._slots[name].users -= 1
             self._unload()
 
     def weights_of(self, name: str) -> Weights | None:
-        """Return the weights of ``name``; ``None`` for the base."""
+        """Return the weights of the session ``name``; ``None`` if it samples from the base model."""
         slot = self._slots.get(name)
         return None if slot is None else slot.weights
 
     def drop(self, name: str) -> None:
-        """Forget ``name``, if no request uses it."""
+        """Forget the session ``name`` and free its weights, unless a request uses them."""
         with self._lock:
             slot = self._slots.get(name)
             if slot is not None and not slot.users:
@@ -145,24 +156,32 @@ class SamplerWeights:
                 slot.weights, slot.loaded = None, False  # its numbers stay: a request that ends may still have a row
 
     def names(self) -> Iterable[str]:
+        """Return the names of the sessions that requests to the engine may give."""
         return list(self._slots)
 
     def find(self, name: str) -> int | None:
+        """Return the adapter number for a new request of the session ``name``: 0 for the empty name, which is the base
+        model, and ``None`` for an unknown session. The engine calls this."""
         slot = self._slots.get(name)
         return 0 if not name else None if slot is None else slot.place
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
+        """Let the engine's model compute a pass within this context, with the weights of each row's session."""
         return self._passes.on(rows, self._of)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
+        """Return the version of the weights that sampled the token of each row, ``[D]``, from the rows' adapter
+        numbers; ``version`` is that of the base model, whose number is 0."""
         known = {place: self._by_place[place].version for place in np.unique(adapter_D).tolist() if place}
         return np.array([known.get(place, version) for place in adapter_D.tolist()], np.int64)
 
     def _of(self, place: int) -> Weights | None:
+        """Return the weights with the adapter number ``place``; ``None`` for number 0, the base model."""
         return self._by_place[place].weights if place else None
 
     def _set(self, name: str, weights: Weights | None, version: int) -> None:
-        """Give the session ``name`` new weights, and a new number, under which its next requests run."""
+        """Give the session ``name`` new weights, and a new adapter number, under which its next requests run. The
+        caller holds the lock."""
         slot = self._slots.get(name)
         if slot is None:
             slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)
@@ -173,7 +192,7 @@ class SamplerWeights:
         self._by_place[slot.place] = slot
 
     def _count_use(self, name: str) -> bool:
-        """Count one more use of ``name``; return whether its weights are there."""
+        """Count one more use of the weights of ``name`` if they are in memory; return whether they are."""
         slot = self._slots.get(name)
         if slot is None or not slot.loaded:
             return False
@@ -182,7 +201,8 @@ class SamplerWeights:
         return True
 
     def _unload(self) -> None:
-        """Free the weights that have not been used for longest, if there are too many; they can be loaded again."""
+        """Free the unused weights that were used longest ago while more than ``max_loaded`` are in memory; they can be
+        read from the disk again."""
         held = [slot for slot in self._slots.values() if slot.weights is not None]
         for slot in [slot for slot in held if not slot.users][: max(0, len(held) - self._max_loaded)]:
             slot.weights, slot.loaded = None, False
@@ -190,23 +210,26 @@ class SamplerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplerRecord:
-    """A sampling session, as the journal holds it."""
+    """A sampling session (sampler), as a row of the journal holds it."""
 
     id: str
+    """The name of the sampling session: ``SESSION:sample:NUMBER``."""
     session: str
+    """The client session that it belongs to."""
     base: str
     """The name of the base model, as the client gave it."""
     path: str | None
-    """The checkpoint that it samples from; ``None`` for the base and for weights without a name."""
+    """The path of the checkpoint that it samples from; ``None`` for the base model and for weights without a name."""
     kind: str
-    """``snapshot``, ``inflight`` or ``base``."""
+    """``snapshot`` (fixed weights), ``inflight`` (those of the model's last in-flight save) or ``base``."""
     model: str | None
-    """The model that in-flight weights come from."""
+    """The model whose weights it samples with, if they were saved for it without a name; otherwise ``None``."""
     directory: str | None
-    """Where its weights are; ``None`` for the base."""
+    """The directory of its weights; ``None`` for the base model."""
     version: int
+    """The number of optimizer steps that made its weights; 0 for the base model."""
 
     @classmethod
     def of(cls, row: Any) -> SamplerRecord:
-        """Return the record of a row of the journal."""
+        """Return the record of a row of the journal's table ``samplers``."""
         return cls(**dict(row))

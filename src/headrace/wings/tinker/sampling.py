@@ -1,6 +1,8 @@
-"""One request for samples: its prompt, its settings, and its answer.
+"""One request for samples: its prompt, its settings, and its answer. A request asks for several samples of one prompt,
+and may also ask for log-probabilities: of the prompt's tokens, of the likeliest tokens in their places, or of given
+targets.
 
-Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribution.
+Shape legend: N tokens of the prompt, T sampled tokens, K entries of a distribution, or targets in one place.
 """
 
 from __future__ import annotations
@@ -28,50 +30,57 @@ from headrace.wings.tinker.schema import PromptBody, SampleBody, SamplingBody, T
 
 Array = npt.NDArray[Any]
 MOST_TOP, MOST_SAMPLES = 100, 1024
+"""The largest number of likeliest entries at a position, and of samples of one request."""
 NO_LOGPROB = -99999.0
-"""The value that the client reads as a missing entry."""
+"""The log-probability by which the client recognises a missing entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleLimits:
-    """The limits of the engine, which requests must keep."""
+    """The limits of an engine, which requests for samples must keep."""
 
     vocab_size: int
-    """Token ids are below it."""
+    """The number of token ids; every id is below it."""
     max_context: int
-    """The most tokens of a prompt and its answer together."""
+    """The largest number of tokens of a prompt and its answer together."""
     stop_ids: tuple[int, ...]
-    """The tokens that end an answer unless the request says otherwise."""
+    """The token ids that end an answer, unless the request switches them off by an empty list of stops."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SamplePlan:
-    """A checked request for samples."""
+    """A request for samples after it was checked, as :func:`answer` carries it out."""
 
     prompt_N: Array
+    """The token ids of the prompt."""
     samplings: tuple[Sampling | None, ...]
     """The settings of each sample; ``None`` for one that can have no token, as the prompt fills the context."""
     wants_prompt: bool
+    """Whether the log-probability of each token of the prompt is wanted."""
     top_prompt: int
     """The number of likeliest entries wanted at each token of the prompt."""
     top_sample: int
     """The number of likeliest entries wanted at each sampled token."""
     targets_NK: Array | None
-    """Other tokens to score in the place of each but the first, and −1 for nothing; ``None`` for none."""
+    """Other tokens to score in the place of each prompt token but the first, ``[N - 1, K]``, with −1 for no token;
+    ``None`` if no targets are wanted."""
     target_cells: wire.SparseCells | None
-    """The cells of :attr:`targets_NK` that the caller listed; ``None`` if it gave the whole matrix."""
+    """The cells of :attr:`targets_NK` that the client listed in a sparse matrix, in which form it gets the answer;
+    ``None`` if it gave the whole matrix."""
     last_n: int | None
-    """How many of the prompt's tokens are scored; ``None`` for all."""
+    """The number of tokens at the end of the prompt that are scored; ``None`` for all."""
 
 
 Score = Callable[[Array, int, Array | None], Awaitable[PromptScores]]
-"""Scores a sequence: its ids, how many likeliest entries, and targets."""
+"""A function that returns the scores of a sequence. Its arguments are the token ids, the number of likeliest entries to
+return at each token, and the targets (``None`` for none)."""
 Keep = Callable[[Sequence[tuple[Tokens, StopReason]]], None]
-"""Is told the samples of a request, and why each ended."""
+"""A function that stores the samples of a request, each with the reason why it ended."""
 
 
 def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePlan:
-    """Return the checked request. Raises :class:`~headrace.base.errors.DataError` for what cannot be sampled here."""
+    """Return the checked request ``body``. ``fresh_seed`` is the seed of the samples if the request has none. Raises
+    :class:`~headrace.base.errors.DataError` for what cannot be sampled within the ``limits``."""
     prompt_N = _ids(body.prompt, limits)
     problem = _refused(body, len(prompt_N), min(MOST_TOP, limits.vocab_size))
     if problem:
@@ -99,7 +108,8 @@ def plan_of(body: SampleBody, limits: SampleLimits, fresh_seed: int) -> SamplePl
 
 
 def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
-    """Return the tokens of a prompt. Raises :class:`~headrace.base.errors.DataError` if they cannot be served."""
+    """Return the token ids of a prompt. Raises :class:`~headrace.base.errors.DataError` if it is empty, holds other
+    content than tokens, or a token outside the vocabulary."""
     other = next((chunk.type for chunk in prompt.chunks if chunk.type != "encoded_text"), None)
     if other is not None:
         raise DataError(f"the prompt holds a chunk of type {other[:40]!r}", remedy="give tokens: only text is served")
@@ -116,7 +126,8 @@ def _ids(prompt: PromptBody, limits: SampleLimits) -> Array:
 
 
 def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | None:
-    """Return why a sampling request is refused, and the remedy; ``None`` if it is accepted."""
+    """Return why a sampling request is refused, and the remedy; ``None`` if it is accepted. ``length`` is the number of
+    tokens of its prompt, and ``most_top`` the largest number of likeliest entries at a position."""
     if not 1 <= body.num_samples <= MOST_SAMPLES:
         return f"num_samples={body.num_samples}", f"set 1 to {MOST_SAMPLES}"
     for name, value in (("topk_prompt", body.topk_prompt_logprobs), ("topk_sample", body.topk_sample_logprobs)):
@@ -133,7 +144,8 @@ def _refused(body: SampleBody, length: int, most_top: int) -> tuple[str, str] | 
 
 
 def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Sampling:
-    """Return the sampling options for a prompt of ``length`` tokens."""
+    """Return the engine's sampling settings for a prompt of ``length`` tokens. Without ``max_tokens``, an answer may
+    fill the context. Raises :class:`~headrace.base.errors.DataError` if prompt and answer exceed it."""
     stop = [given.stop] if isinstance(given.stop, str) else given.stop
     ids = tuple(one for one in stop or () if isinstance(one, int))
     texts = tuple(one for one in stop or () if isinstance(one, str))
@@ -160,13 +172,16 @@ def _sampling(given: SamplingBody, length: int, limits: SampleLimits) -> Samplin
 
 
 def _seeded(sampling: Sampling, seed: int, place: int) -> Sampling:
+    """Return the settings of the sample with the index ``place``, with a seed of its own that follows from the ``seed``
+    of the request."""
     own = xxhash.xxh3_64_intdigest(f"{seed}/{place}".encode()) >> 1
     return msgspec.structs.replace(sampling, seed=own)
 
 
 def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[Array, wire.SparseCells | None]:
-    """Return the targets ``[N - 1, K]``, with −1 where nothing is asked for, and the cells that a sparse tensor lists;
-    ``None`` for a dense one."""
+    """Return the targets to score in the places of the prompt's tokens but the first, ``[N - 1, K]`` with −1 for no
+    token, and the cells that a sparse tensor lists (``None`` for a dense one). Raises
+    :class:`~headrace.base.errors.DataError` for a wrong shape or token."""
     shape = given.shape or []
     if given.dtype != "int64" or len(shape) != 2 or shape[0] != len(prompt_N) - 1 or shape[1] < 1:
         raise DataError(
@@ -201,8 +216,9 @@ def _targets(given: TensorBody, prompt_N: Array, limits: SampleLimits) -> tuple[
 
 
 async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Score, keep: Keep) -> bytes:
-    """Sample, score, and return the answer as bytes; ``keep`` is called with the samples. If the caller is cancelled,
-    so are the samples."""
+    """Carry out a request: sample with ``engine`` and the weights of the sampling session ``adapter`` (empty: the base
+    model), compute the log-probabilities that are wanted with ``score``, pass the samples to ``keep``, and return the
+    answer as encoded bytes. If the caller is cancelled, so are the samples."""
     try:
         async with asyncio.TaskGroup() as group:  # all start in one turn of the loop, so they join the batch together
             tasks = [group.create_task(_one(plan.prompt_N, each, engine, adapter)) for each in plan.samplings]
@@ -227,8 +243,8 @@ async def answer(plan: SamplePlan, engine: TokenSource, adapter: str, score: Sco
 async def _one(
     prompt_N: Array, sampling: Sampling | None, engine: TokenSource, adapter: str
 ) -> tuple[Tokens, StopReason]:
-    """Sample one answer to the prompt, and return its tokens and why it ended. Without ``sampling`` there is nothing to
-    sample, and the answer is empty."""
+    """Sample one answer to the prompt, and return its tokens and why it ended. If ``sampling`` is ``None``, the prompt
+    fills the context, and the answer is empty."""
     if sampling is None:
         return NO_TOKENS, StopReason.LENGTH
     parts, reason = list[Tokens](), StopReason.LENGTH
@@ -241,7 +257,7 @@ async def _one(
 
 
 def _joined(parts: Sequence[Tokens]) -> Tokens:
-    """Return consecutive parts of an answer as one."""
+    """Return consecutive parts of one answer as a whole."""
     whole = parts[0]
     for part in parts[1:]:
         whole = whole + part
@@ -249,8 +265,8 @@ def _joined(parts: Sequence[Tokens]) -> Tokens:
 
 
 async def _sequence(plan: SamplePlan, tokens: Tokens, reason: StopReason, score: Score) -> bytes:
-    """Return a sampled answer in the format of the protocol, with the likeliest tokens at each position if the plan
-    wants them."""
+    """Return one sampled answer in the format of the protocol, with the likeliest tokens at each of its positions if
+    the plan wants them."""
     top = None
     if plan.top_sample and len(tokens):
         start = len(plan.prompt_N)

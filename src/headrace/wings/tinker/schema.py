@@ -1,5 +1,9 @@
-"""The JSON bodies of requests, as the client writes them. A field that is not here is refused by name: it belongs to a
-protocol of another version, and ignoring it would change what the caller gets."""
+"""The JSON bodies of requests, as the client writes them: a class for each endpoint. A field that is not here is
+refused by name: it belongs to a protocol of another version, and ignoring it would change what the caller gets.
+
+``seq_id`` is the place of a request among those of its model, from 1. ``..._seq_id`` is the number that a client gives
+to a model or a sampler which it makes in its session. ``type`` repeats the name of the endpoint and is not read.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +23,12 @@ _MODEL, _SEQ = re.compile(r'"model_id"\s*:\s*"([^"]*)"'), re.compile(r'"seq_id"\
 
 
 class TinkerBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The body of a request."""
+    """The body of a request, or a part of one; unknown fields are refused."""
 
 
 def parse(body: bytes, kind: type[S]) -> S:
-    """Return ``body`` as a record. Raises :class:`~headrace.base.errors.DataError`, which names the field."""
+    """Return the JSON ``body`` as a record of the class ``kind``. Raises :class:`~headrace.base.errors.DataError`,
+    which names the wrong field, if it is none."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -33,8 +38,8 @@ def parse(body: bytes, kind: type[S]) -> S:
 
 
 def place_of(beginning: bytes) -> tuple[str, int]:
-    """Return the model and the place of a request of which only the beginning was read. Raises
-    :class:`~headrace.base.errors.DataError` where the beginning does not hold them."""
+    """Return the id of the model and the ``seq_id`` of a request from the ``beginning`` of its body, whose rest was too
+    long to read. Raises :class:`~headrace.base.errors.DataError` where the beginning does not hold them."""
     text = beginning.decode(errors="replace")
     model, seq = _MODEL.search(text), _SEQ.search(text)
     if model is None or seq is None:
@@ -43,30 +48,31 @@ def place_of(beginning: bytes) -> tuple[str, int]:
 
 
 class ModelRequest(TinkerBody, frozen=True, forbid_unknown_fields=False):
-    """What all requests of a model have: whose they are, and their place among those of the model."""
+    """The part that the bodies of all requests of a model have in common; other fields are ignored here."""
 
     model_id: str
     seq_id: int
-    """Its place, from 1."""
+    """The place of the request among those of its model, from 1."""
 
 
 class NewModel(TinkerBody, frozen=True, forbid_unknown_fields=False):
-    """What a request that makes a model has: its session, and the model's place in it; ``None`` where there is a
-    model already."""
+    """The part of a ``load_weights`` body that says whether a new model is made: its session and its number there. Both
+    are ``None`` if the weights are loaded into an existing model. Other fields are ignored here."""
 
     session_id: str | None = None
     model_seq_id: Place | None = None
 
 
 class ClientConfigBody(TinkerBody, frozen=True):
-    """The body of client/config and client/dynamic_config."""
+    """The body of client/config and client/dynamic_config, with which a client asks how to behave."""
 
     sdk_version: str
     type: str = ""
 
 
 class CreateSessionBody(TinkerBody, frozen=True):
-    """The body of create_session."""
+    """The body of create_session, which begins the work of one client program. The server keeps the name, the project
+    and the metadata for lists of sessions."""
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
@@ -77,16 +83,18 @@ class CreateSessionBody(TinkerBody, frozen=True):
 
 
 class SessionBody(TinkerBody, frozen=True):
-    """The body of session_heartbeat."""
+    """The body of session_heartbeat, by which a client says that it still lives."""
 
     session_id: str
     type: str = ""
 
 
 class LoraBody(TinkerBody, frozen=True):
-    """The adapter that create_model asks for."""
+    """The adapter that create_model asks for. ``seed`` is that of its first weights (``None``: the server chooses), and
+    the flags say which parts of the model have adapters: the head, the feed-forward and the attention layers."""
 
     rank: int
+    """The rank of the two matrices of each adapted layer."""
     seed: int | None = None
     train_unembed: bool = True
     train_mlp: bool = True
@@ -94,14 +102,14 @@ class LoraBody(TinkerBody, frozen=True):
 
 
 class OptimizerBody(TinkerBody, frozen=True):
-    """The optimizer that create_model asks for."""
+    """The optimizer that create_model asks for; only ``adamw`` is served."""
 
     type: str = "adamw"
     version: int | None = None
 
 
 class CreateModelBody(TinkerBody, frozen=True):
-    """The body of create_model."""
+    """The body of create_model: a new model to train on the base ``base_model``, with the adapter ``lora_config``."""
 
     session_id: str
     model_seq_id: Place
@@ -113,14 +121,14 @@ class CreateModelBody(TinkerBody, frozen=True):
 
 
 class ModelBody(TinkerBody, frozen=True):
-    """The body of get_info."""
+    """The body of get_info, which asks for the facts of a model."""
 
     model_id: str
     type: str = ""
 
 
 class AdamBody(TinkerBody, frozen=True):
-    """The settings of one step of AdamW."""
+    """The settings of one step of AdamW. ``grad_clip_norm`` is the largest norm of the gradient; 0 for no limit."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -131,7 +139,8 @@ class AdamBody(TinkerBody, frozen=True):
 
 
 class OptimStepBody(TinkerBody, frozen=True):
-    """The body of optim_step."""
+    """The body of optim_step: a step of AdamW on the gradients that have added up. ``optimizer_params`` are those of
+    other optimizers, which are not served."""
 
     model_id: str
     seq_id: int
@@ -141,7 +150,8 @@ class OptimStepBody(TinkerBody, frozen=True):
 
 
 class SaveWeightsBody(TinkerBody, frozen=True):
-    """The body of save_weights."""
+    """The body of save_weights: a checkpoint from which training can continue. ``path`` is its name (``None``: one made
+    from the model's version), and ``ttl_seconds`` says after how long it is deleted (``None``: never)."""
 
     model_id: str
     seq_id: int
@@ -153,7 +163,9 @@ class SaveWeightsBody(TinkerBody, frozen=True):
 
 
 class SaveForSamplerBody(TinkerBody, frozen=True):
-    """The body of save_weights_for_sampler."""
+    """The body of save_weights_for_sampler: weights to sample from. They become a checkpoint named ``path`` or, with
+    ``sampling_session_seq_id``, the weights of a sampling session without a name. ``kind`` is ``snapshot`` for fixed
+    weights, and ``inflight`` for a session that follows later saves."""
 
     model_id: str
     seq_id: int
@@ -166,7 +178,8 @@ class SaveForSamplerBody(TinkerBody, frozen=True):
 
 
 class SaveExternalBody(TinkerBody, frozen=True):
-    """The body of save_weights_external."""
+    """The body of save_weights_external: a checkpoint named ``path`` with files to download. Encryption for
+    ``age_encryption_recipients`` is refused."""
 
     model_id: str
     seq_id: int
@@ -177,7 +190,8 @@ class SaveExternalBody(TinkerBody, frozen=True):
 
 
 class LoadWeightsBody(TinkerBody, frozen=True):
-    """The body of load_weights."""
+    """The body of load_weights: the weights of the checkpoint ``path``, and with ``optimizer`` the state of its
+    optimizer, replace those of ``model_id``, or become a new model of ``session_id``."""
 
     path: str
     optimizer: bool
@@ -193,7 +207,8 @@ class LoadWeightsBody(TinkerBody, frozen=True):
 
 
 class CreateSamplingSessionBody(TinkerBody, frozen=True):
-    """The body of create_sampling_session."""
+    """The body of create_sampling_session: a sampler of the base ``base_model``, or of the checkpoint
+    ``model_path``."""
 
     session_id: str
     sampling_session_seq_id: Place
@@ -203,7 +218,8 @@ class CreateSamplingSessionBody(TinkerBody, frozen=True):
 
 
 class ChunkBody(TinkerBody, frozen=True):
-    """A chunk of a prompt; only text is served."""
+    """A chunk of a prompt. Only chunks of type ``encoded_text`` are served, which hold token ids; the other fields are
+    those of images and sound."""
 
     type: str
     tokens: list[int] = []
@@ -216,13 +232,15 @@ class ChunkBody(TinkerBody, frozen=True):
 
 
 class PromptBody(TinkerBody, frozen=True):
-    """A prompt."""
+    """A prompt: the tokens of its chunks, one after the other."""
 
     chunks: list[ChunkBody]
 
 
 class SamplingBody(TinkerBody, frozen=True):
-    """The sampling parameters; min-p and the penalties are Headrace's own."""
+    """The sampling settings of a request; ``min_p`` and the penalties are additions of Headrace. ``max_tokens``
+    ``None``: up to the end of the context; ``top_k`` −1: all tokens; ``stop`` is one or several strings or token
+    ids."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -237,7 +255,8 @@ class SamplingBody(TinkerBody, frozen=True):
 
 
 class TensorBody(TinkerBody, frozen=True):
-    """A tensor as JSON."""
+    """A tensor as JSON: its values in ``data``, all of them, or those of a sparse matrix whose compressed row starts
+    and column indices are given too."""
 
     data: list[float]
     dtype: str
@@ -247,7 +266,9 @@ class TensorBody(TinkerBody, frozen=True):
 
 
 class SampleBody(TinkerBody, frozen=True):
-    """The body of asample."""
+    """The body of asample: ``num_samples`` answers of a sampling session to a prompt. The fields with ``logprobs`` ask
+    for log-probabilities: of the prompt's tokens (or its last N), of the K likeliest tokens at positions of the prompt
+    or the samples, and of target tokens in the places of the prompt's."""
 
     prompt: PromptBody
     sampling_params: SamplingBody
@@ -267,26 +288,26 @@ class SampleBody(TinkerBody, frozen=True):
 
 
 class RetrieveBody(TinkerBody, frozen=True):
-    """The body of retrieve_future."""
+    """The body of retrieve_future, which asks for the result of the request ``request_id``."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
 class CancelBody(TinkerBody, frozen=True):
-    """The body of cancel_future."""
+    """The body of cancel_future, which ends the sampling request ``request_id``."""
 
     request_id: str
 
 
 class PathBody(TinkerBody, frozen=True):
-    """The body of weights_info."""
+    """The body of weights_info, which asks for the facts of the checkpoint at ``tinker_path``."""
 
     tinker_path: str
 
 
 class TtlBody(TinkerBody, frozen=True):
-    """The body of a request that sets how long a checkpoint is kept: ``ttl_seconds`` from now, or for ever if it is
+    """The body of a request that sets when a checkpoint is deleted: ``ttl_seconds`` from now, or never if they are
     ``None``."""
 
     ttl_seconds: int | None = None

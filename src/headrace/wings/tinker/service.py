@@ -1,5 +1,7 @@
-"""The implementation of each endpoint. Requests of models go through the journal; samples do not: after a restart their
-promise is unknown, and the client asks for them again."""
+"""The implementation of each endpoint. A model is what one client trains, a session one run of a client program, and a
+sampler (sampling session) weights that it samples from. A request is answered at once with a name, under which the
+client then asks for the result. Requests of models go through the journal; samples do not: after a restart their name
+is unknown, and the client sends them again."""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
 from headrace.wings.tinker.files import facts_of_state
-from headrace.wings.tinker.jobs import JSON, PROTOBUF, Found, SampleJob, SampleJobs
+from headrace.wings.tinker.jobs import JSON, PROTOBUF, ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
@@ -38,20 +40,26 @@ from headrace.wings.tinker.turns import Turns
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceParts:
-    """The components of a service."""
+    """The components of a server that its service uses."""
 
     config: TinkerConfig
+    """The settings of the server."""
     journal: Journal
+    """The durable record of sessions, models and requests."""
     turns: Turns
+    """The thread that computes for all models, a piece of each in turn."""
     tenants: Tenants
+    """The models in training."""
     bases: Mapping[str, ServedBase]
-    """The base behind each name."""
+    """The base model behind each name that clients may give."""
 
 
 class TinkerService:
-    """The endpoints of one server, in one event loop."""
+    """The endpoints of one server, in one event loop. A method that takes ``body`` gets the body of the request, and
+    returns the JSON answer. Sampling runs as tasks of ``group``."""
 
     def __init__(self, parts: ServiceParts, group: asyncio.TaskGroup, clock: Clock) -> None:
+        """Make the endpoints over ``parts``, within the event loop that runs now."""
         self._parts, self._group, self._clock = parts, group, clock
         self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
         self.catalog = Catalog(parts.journal, clock)
@@ -66,7 +74,7 @@ class TinkerService:
     # -- sessions ---------------------------------------------------------------------------------------------------
 
     def create_session(self, body: bytes) -> dict[str, Any]:
-        """Create a session, to which a client's models and samplers will belong, and return its name."""
+        """Create a session, to which a client's models and samplers will belong, and return its id."""
         given = schema.parse(body, schema.CreateSessionBody)
         session = str(uuid.uuid4())
         facts = {
@@ -83,12 +91,13 @@ class TinkerService:
         return {"type": "create_session", "session_id": session}
 
     def heartbeat(self, body: bytes) -> dict[str, Any]:
+        """Note that a session lives. Raises :class:`Refusal` with status 410 for one that has ended."""
         session = schema.parse(body, schema.SessionBody).session_id
         self._session(session, ended=410)
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
-        """End a session: its models leave memory, its samplers are dropped, and its temporary checkpoints expire.
+        """End a session: its models leave memory, its samplers are dropped, and its weights without a name expire.
         Raises :class:`Refusal` if it does not exist."""
         if self._journal.one("SELECT id FROM sessions WHERE id = ?", session) is None:
             raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
@@ -101,7 +110,8 @@ class TinkerService:
         return {}
 
     def sweep(self) -> None:
-        """Park the models of silent sessions, and delete what has expired. Called every few seconds."""
+        """Move the models of sessions without a heartbeat to the disk, retry and give up requests that are due, and
+        delete what has expired. The server calls this every few seconds."""
         now = self._clock.now()
         for session, beat in list(self._beats.items()):
             if now - beat > self._config.session_s:
@@ -116,8 +126,8 @@ class TinkerService:
         self._journal.forget_samples()
 
     def _park(self, session: str) -> None:
-        """Cancel the samples of a session, and move its models from memory to the disk. A later request continues
-        them."""
+        """Cancel the samples of a session, and move its models from memory to the disk. A later request brings them
+        back."""
         self._beats.pop(session, None)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
@@ -127,8 +137,8 @@ class TinkerService:
             self._free_base(row["id"])
 
     def _session(self, session: str, ended: int = 404) -> None:
-        """Note that a session lives. Raises :class:`Refusal` for an unknown one, and with status ``ended`` for one that
-        its client has ended."""
+        """Note that a session lives now. Raises :class:`Refusal` with status 404 for an unknown one, and with the
+        status ``ended`` for one that has ended."""
         if session not in self._beats:
             row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
             if row is None:
@@ -140,7 +150,8 @@ class TinkerService:
     # -- models -----------------------------------------------------------------------------------------------------
 
     def create_model(self, body: bytes) -> dict[str, Any]:
-        """Accept the creation of a model, and return the request's name, by which the client asks for the result."""
+        """Accept the creation of a model; the answer holds the model's id and the name under which to ask for the
+        result."""
         given = schema.parse(body, schema.CreateModelBody)
         self._session(given.session_id)
         spec = spec_of(given, self._base(given.base_model).training)
@@ -148,7 +159,7 @@ class TinkerService:
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
         """Accept the loading of a checkpoint, into the model that the body names or as a new model of the session.
-        Raises :class:`Refusal` if the checkpoint has another base."""
+        Raises :class:`Refusal` if the body names another base than the checkpoint's."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
             return self.of_model("load_weights")(body)
@@ -163,7 +174,8 @@ class TinkerService:
         return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
-        """Record a new model and the request that creates it. Raises :class:`Refusal` if the server holds as many as it
+        """Record a new model with the settings ``spec``, and its request 0, of the given ``kind``, that creates it;
+        ``number`` is the model's in its session. Raises :class:`Refusal` if the server holds as many models as it
         may."""
         model = f"{session}:train:{number}"
         per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
@@ -186,8 +198,8 @@ class TinkerService:
         return {"request_id": f"{model}:0", "model_id": model}
 
     def _take_base(self, base: ServedBase, model: str, *, status: int) -> None:
-        """Reserve a base that one model trains as a whole. Raises :class:`Refusal`, with ``status``, if another one
-        does."""
+        """Reserve a base whose weights one model trains as a whole for ``model``; other bases need no reservation.
+        Raises :class:`Refusal` with ``status`` if another model has it."""
         if not base.training.compute.kind.alone or self._was_never_made(model):
             return
         holder = self._trains_alone.setdefault(str(base.training.path), model)
@@ -199,11 +211,13 @@ class TinkerService:
             )
 
     def _free_base(self, model: str) -> None:
+        """End the reservation of a base for ``model``, if it has one."""
         for base, holder in list(self._trains_alone.items()):
             if holder == model:
                 del self._trains_alone[base]
 
     def _was_never_made(self, model: str) -> bool:
+        """Return whether the creation of ``model`` failed."""
         made = self._journal.outcome(model, 0)
         return made is not None and made.status == FAILED
 
@@ -224,12 +238,14 @@ class TinkerService:
         }
 
     def train(self, body: bytes) -> dict[str, Any]:
+        """Accept a forward_backward request, whose body is a protocol buffer."""
         model, seq = wire.place_of(body)
         return self._accept(model, seq, "forward_backward", body)
 
     def refuse(self, place_of: Callable[[bytes], tuple[str, int]], beginning: bytes, error: Refusal) -> None:
-        """Let a request of a model of which only the beginning was read fail in its place, so that later requests of
-        the model do not wait for it; ``place_of`` finds the model and the place in the beginning."""
+        """Record a request whose body is too long to be read as failed by ``error``, so that later requests of its
+        model do not wait for it. ``place_of`` finds the model and the request's number in the ``beginning`` of the
+        body."""
         try:
             model, seq = place_of(beginning)
             self._accept(model, seq, MISSING, f"{error.problem}\n{error.remedy}".encode())
@@ -237,17 +253,20 @@ class TinkerService:
             return  # no place is known, or no such model
 
     def of_model(self, kind: str) -> Callable[[bytes], dict[str, Any]]:
-        """Return the endpoint of a request of a model whose body is JSON. What is wrong with it is said in its result:
-        a request that was not taken would be missing in the order of the model."""
+        """Return the endpoint ``kind`` for requests of a model with a JSON body. Errors in the body are reported in the
+        result: a request that was not accepted would be missing in the order of the model."""
 
         def endpoint(body: bytes) -> dict[str, Any]:
+            """Accept the request that is in ``body``."""
             given = schema.parse(body, schema.ModelRequest)
             return self._accept(given.model_id, given.seq_id, kind, body)
 
         return endpoint
 
     def _accept(self, model: str, seq: int, kind: str, body: bytes) -> dict[str, Any]:
-        """Write a request of a model, and promise its result."""
+        """Write the request ``seq`` of a model to the journal, and return the name under which to ask for its result.
+        Raises :class:`Refusal` for a number out of range, and with status 429 if too many requests wait or another
+        model has the base."""
         row = self.catalog.model(model)
         base = self._base_of(row)
         self._session(row["session"])
@@ -263,14 +282,15 @@ class TinkerService:
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
     def _end_in_thread(self, entry: JournalEntry) -> None:
-        """Give samplers what a request has made for them, in the thread that computed it, and tell the loop."""
+        """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and tell the
+        event loop."""
         if entry.kind == "save_weights_for_sampler":
             self._publish(entry.model)
         self._loop.call_soon_threadsafe(self._ended, entry)
 
     def _ended(self, entry: JournalEntry) -> None:
-        """Wake the call that waits for the result of this request. If it was the creation of a model and failed, the
-        base model is free for another one."""
+        """Wake the calls that wait for the result of this request. If the request was a creation that failed, free the
+        base that was reserved for the model."""
         event = self._arrivals.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
@@ -278,7 +298,7 @@ class TinkerService:
             self._free_base(entry.model)
 
     def _publish(self, model: str) -> None:
-        """Give the in-flight samplers of a model their new weights."""
+        """Give the in-flight samplers of a model the weights that it saved last."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
         # who samples under a name that is not served any more is told so
         records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
@@ -298,8 +318,8 @@ class TinkerService:
     # -- samples ----------------------------------------------------------------------------------------------------
 
     def create_sampling_session(self, body: bytes) -> dict[str, Any]:
-        """Create a sampler of a base model, or of the weights of a checkpoint, and return its name. The same number in
-        the same session names the same sampler."""
+        """Create a sampler of a base model, or of the weights of a checkpoint, and return its id. If the session has a
+        sampler with this number, that one is returned."""
         given = schema.parse(body, schema.CreateSamplingSessionBody)
         self._session(given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
@@ -320,12 +340,13 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": sampler}
 
     def get_sampler(self, sampler: str) -> dict[str, Any]:
+        """Return the base and the checkpoint of a sampler. Raises :class:`Refusal` if there is none of that id."""
         record = self._sampler(sampler)
         return {"sampler_id": sampler, "base_model": record.base, "model_path": record.path}
 
     def sample(self, body: bytes) -> dict[str, Any]:
-        """Start to sample, and return the name by which the client asks for the answers. A repeated request gets the
-        running one. Raises :class:`Refusal` if too much is sampled at once."""
+        """Start to sample, and return the name under which to ask for the answers. A repeated request gets the name of
+        the running one. Raises :class:`Refusal` if too much is sampled at once."""
         given = schema.parse(body, schema.SampleBody)
         if given.sampling_session_id is None or given.seq_id is None:
             raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
@@ -341,7 +362,8 @@ class TinkerService:
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
     def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
-        """Raise :class:`Refusal`, after which the client asks again, if too much is sampled already."""
+        """Raise :class:`Refusal` with status 429, after which the client asks again, if ``num_samples`` more would be
+        too many, or if they need more whole weights in memory than may be there."""
         jobs = [job for job in self._samples.values() if not job.task.done()]
         running = sum(job.num_samples for job in jobs)
         if running and running + num_samples > self._config.max_samples:
@@ -354,23 +376,22 @@ class TinkerService:
         if len(others) >= MOST_WHOLE_SAMPLERS:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
-    async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
+    async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
         """Return the outcome of a sampling request, whose job is recorded under ``name``: the answer, or the failure as
         a body that the client understands. No error of one request is raised, so that it cannot end the others."""
         try:
             found = await self._sample(given, record, name)
         except EngineFull as error:
-            found = Found(body=failure(error), status=410)  # the client asks anew
+            found = ResultResponse(body=failure(error), status=410)  # the client asks anew
         except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
-            found = Found(body=failure(error))
+            found = ResultResponse(body=failure(error))
         finally:
             self._samples.end(name, self._clock.now())
         self._samples.keep(name, found)
         return found
 
-    async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> Found:
-        """Return the answers to a sampling request, as encoded bytes. The sampler's weights stay in memory until it has
-        ended."""
+    async def _sample(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
+        """Return the encoded answers to a sampling request. The sampler's weights stay in memory until it has ended."""
         base = self._base(record.base)
         plan, weights = plan_of(given, base.limits, secrets.randbits(62)), base.weights
         adapter = "" if record.directory is None else record.id
@@ -378,18 +399,19 @@ class TinkerService:
             await self._use(record)
         try:
             score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
-            return Found(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
+            return ResultResponse(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
                 weights.release(adapter)
 
     async def _use(self, record: SamplerRecord) -> None:
-        """Keep the weights of a sampler in memory until they are released. A caller that is cancelled does not use
-        them."""
+        """Keep the weights of a sampler in memory until they are released; a thread reads them if needed. If the caller
+        is cancelled meanwhile, they are released again."""
         weights = self._base(record.base).weights
         using = self._loop.run_in_executor(None, weights.use, record.id, lambda: self._read_sampler(record))
 
         def release(used: asyncio.Future[None]) -> None:
+            """Release the weights that the thread has read for a caller that was cancelled."""
             if not used.cancelled() and used.exception() is None:
                 weights.release(record.id)
 
@@ -402,7 +424,8 @@ class TinkerService:
     def _keep(
         self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
     ) -> None:
-        """Write what was sampled, with the version of each token, for who looks at it later."""
+        """Write the sampled sequences to the journal, with the version that sampled each token, so that a user can view
+        them."""
         now_s, prompt = self._clock.wall(), prompt_N.astype(np.int32).tobytes()
         self._journal.keep_samples(
             [
@@ -416,7 +439,8 @@ class TinkerService:
         )  # fmt: skip
 
     def _read_sampler(self, record: SamplerRecord) -> Any:
-        """Read a sampler's weights and their version from the disk; again, if newer weights replaced them meanwhile."""
+        """Return a sampler's weights and their version from the disk. If newer weights replace the files meanwhile,
+        those are read."""
         base = self._base(record.base)
         while True:
             directory = self._sampler(record.id).directory
@@ -430,16 +454,19 @@ class TinkerService:
             return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
-        """Score a sequence with a sampler's weights, in turn with the training of models."""
+        """Return the log-probabilities of a sequence under a sampler's weights. The pass is one turn of the thread that
+        also trains. ``top`` is the number of likeliest entries, and ``targets`` are other tokens to score."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
         base = self._base(record.base)
         weights = base.weights.weights_of(record.id)
 
         def set_result(found: PromptScores) -> None:
+            """Give the scores to the caller, unless it was cancelled."""
             if not scored.done():
                 scored.set_result(found)
 
         def job() -> Iterator[object]:
+            """Compute the scores as one piece of work, in the thread of the turns."""
             found = base.training.compute.score(weights, ids_N, top=top, targets_NK=targets)
             self._loop.call_soon_threadsafe(set_result, found)
             yield None
@@ -448,7 +475,7 @@ class TinkerService:
         return await scored
 
     def cancel(self, body: bytes) -> dict[str, Any]:
-        """Cancel a sampling request; one that has ended or is unknown needs nothing."""
+        """Cancel a sampling request; nothing happens if it has ended or is unknown."""
         job = self._samples.get(schema.parse(body, schema.CancelBody).request_id)
         if job is not None:
             job.task.cancel()
@@ -456,8 +483,9 @@ class TinkerService:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    async def retrieve(self, body: bytes) -> Found:
-        """Return a result, or status 408 if there is none for a while: the client asks again."""
+    async def retrieve(self, body: bytes) -> ResultResponse:
+        """Return the result of a request, for which this waits up to ``poll_s`` seconds; then status 408 lets the
+        client ask again. Raises :class:`Refusal` for an unknown request, and for a result that was fetched long ago."""
         name = schema.parse(body, schema.RetrieveBody).request_id
         model, _, number = name.rpartition(":")
         if ":sample:" in name:
@@ -485,10 +513,11 @@ class TinkerService:
         )
         row = self._journal.one("SELECT kind FROM requests WHERE model = ? AND seq = ?", model, seq)
         protobuf = found.status == DONE and row is not None and row["kind"] == "forward_backward"
-        return Found(body=found.result, media=PROTOBUF if protobuf else JSON)
+        return ResultResponse(body=found.result, media=PROTOBUF if protobuf else JSON)
 
-    async def _retrieve_samples(self, name: str) -> Found:
-        """Return the samples that were promised under ``name``, or tell the client to ask again."""
+    async def _retrieve_samples(self, name: str) -> ResultResponse:
+        """Return the answer to the sampling request ``name``, or let the client ask again. Raises :class:`Refusal` with
+        status 410, after which the client sends the request again, if the answer is not known any more."""
         job = self._samples.get(name)
         gone = Refusal(
             f"the promise {shown(name)} is not known any more", remedy="ask for the samples again", status=410
@@ -533,8 +562,9 @@ class TinkerService:
         return SamplerRecord.of(row)
 
     def _base_of(self, model: Any) -> ServedBase:
-        """Return the base of the row of a model. Raises :class:`Refusal`, after which the client asks again for a
-        while, if it is not served now: a request that was given up would be missing in the order of the model."""
+        """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503, after
+        which the client asks again for a while, if the base is not served now: a request that was given up would be
+        missing in the order of the model."""
         name = json.loads(model["spec"])["base"]
         if name not in self._bases:
             raise Refusal(
@@ -545,7 +575,7 @@ class TinkerService:
         return self._bases[name]
 
     def _base(self, name: str) -> ServedBase:
-        """Return the base model of that name. Raises :class:`Refusal` if the server does not have it."""
+        """Return the base model with the name ``name``. Raises :class:`Refusal` if the server does not have it."""
         if name not in self._bases:
             known = ", ".join(self._bases)
             remedy = f"take {known}, or start the server with --name {name[:60]}=DIR"
@@ -554,9 +584,10 @@ class TinkerService:
 
 
 def is_number(text: str) -> bool:
-    """Return whether a text is a whole number that the journal can hold."""
+    """Return whether a text is a whole number of at most 18 digits, which the journal can hold."""
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
-def _again() -> Found:
-    return Found(body=b'{"type": "try_again", "queue_state": "active"}', status=408)
+def _again() -> ResultResponse:
+    """Return the answer that lets the client ask again: the result is not there yet."""
+    return ResultResponse(body=b'{"type": "try_again", "queue_state": "active"}', status=408)

@@ -3,8 +3,9 @@
     accept ──▶ journal ──▶ acknowledged        (a repeated request is acknowledged again, and nothing else happens)
        └──▶ waits until every earlier seq_id is there ──▶ turns ──▶ computed ──▶ result, in one transaction
 
-The state of a model that no one has used for long is on the disk alone. To come back, its last copy is read and the
-requests after it are computed again; the same data in the same micro-batches give the same bits.
+A tenant is the state of a model in memory. The state of a model that no one has used for long is on the disk alone. To
+come back, its last copy is read and the requests after it are computed again; the same data in the same micro-batches
+give the same bits.
 """
 
 from __future__ import annotations
@@ -33,38 +34,40 @@ from headrace.wings.tinker.tenant import Tenant
 from headrace.wings.tinker.turns import Turns
 
 RESULT_S = 600.0
-"""Seconds for which a result that was fetched can be fetched again."""
+"""Seconds for which a client can fetch a result again after it fetched it first."""
 MISSING, MISSING_S = "missing", 120.0
-"""The kind of a request that is not here although its client has counted it, with the reason as its body if it is
-known, and the seconds after which one that has not arrived is given up: a client counts a request before it checks it,
-and one that it does not send would be waited for for ever."""
+"""The kind of a request that its client has numbered but that the server does not have, with the reason as its body if
+it is known; and the seconds after which a request that has not arrived is given up. A client numbers a request before
+it checks it, and one that it then does not send would be waited for without end."""
 COPY_S = 10.0
-"""A model is copied to the disk at the first step after this many seconds of computing, which a restart repeats."""
+"""A model is copied to the disk at the first optimizer step after this many seconds of computing, so that a restart
+does not have to repeat more."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Order:
-    """Which requests of one model are there, and which one is next."""
+    """The order of one model's requests: which have arrived, and which is computed next."""
 
     base: FrozenBase
     """The base that it trains on."""
     next_seq: int
-    """The request that is computed next, when it has arrived."""
+    """The number of the next request to submit for computing, once it has arrived."""
     waiting: set[int] = field(default_factory=set)
-    """The requests that have arrived and whose turn has not come."""
+    """The numbers of requests that have arrived before an earlier one did."""
     missing_since_s: float | None = None
-    """Since when, by the clock, requests wait for one that has not arrived; ``None`` if none does."""
+    """The time, by the clock, since which requests wait for one that has not arrived; ``None`` if none waits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The result of a request, and what is written with it in the same transaction."""
+    """The result of a request, with the changes that belong to it."""
 
     result: bytes
+    """The encoded answer for the client."""
     write: Callable[[], None] | None = None
-    """Changes of the journal that belong to the request."""
+    """A function that changes the journal, called in the transaction that writes the result; ``None`` for no change."""
     copy: bool = False
-    """Whether the state must be on the disk when the result is."""
+    """Whether the model's state must be copied to the disk before the result is written."""
 
 
 NOT_WRITTEN = (OSError, SafetensorError, sqlite3.OperationalError)
@@ -73,12 +76,15 @@ NOT_WRITTEN = (OSError, SafetensorError, sqlite3.OperationalError)
 log = logging.getLogger("headrace")
 
 Perform = Callable[[Tenant | None, JournalEntry], Iterator[Answer | Tenant | None]]
-"""Computes one request, piece by piece: yields ``None`` after a piece, a tenant that is new, and an answer at the end.
-On a replay, the answer is not used."""
+"""A function that computes one request, given the model's state (``None`` before its creation) and the request. Its
+iterator yields ``None`` after each piece of work, a tenant if it makes a new state, and an :class:`Answer` at the end,
+which is ignored when a request is computed again to restore the state."""
 
 
 class Tenants:
-    """The models of a server. :meth:`accept` may be called from any thread; all computing happens in ``turns``."""
+    """The manager of all models in training of a server: it puts their requests in order, computes them in the thread
+    ``turns``, keeps at most ``max_resident`` idle models in memory, and restores others from the disk. :meth:`accept`
+    may be called from any thread."""
 
     def __init__(
         self,
@@ -90,6 +96,8 @@ class Tenants:
         clock: Clock,
         max_resident: int,
     ) -> None:
+        """Make the manager, which computes nothing before :meth:`resume`. ``directory`` is the state directory, and
+        ``bases`` are the base models by name."""
         self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
         self._live: OrderedDict[str, Tenant] = OrderedDict()  # used by the turns' thread alone, as is the next
@@ -98,9 +106,9 @@ class Tenants:
         self._orders: dict[str, Order] = {}
         self._lock = threading.Lock()
         self.perform: Perform
-        """How a request is computed; set before :meth:`resume`."""
+        """The function that computes a request; set before :meth:`resume`."""
         self.ended: Callable[[JournalEntry], object] = lambda entry: None
-        """Called, in the turns' thread, when a request has its result."""
+        """The function that is called, in the thread of the turns, when a request has its result."""
 
     def resume(self) -> None:
         """Continue with the requests that were acknowledged and not computed before the server ended. Those of models
@@ -119,7 +127,8 @@ class Tenants:
             self._submit_ready(model, order)
 
     def accept(self, entry: JournalEntry) -> None:
-        """Write the request, and compute it when its turn comes. A request that is there already is left alone."""
+        """Write a request to the journal, and compute it when all earlier ones of its model have been. A request whose
+        number the journal has already changes nothing."""
         new = self._journal.accept(entry, self._clock.wall())
         if not new:
             return
@@ -130,7 +139,7 @@ class Tenants:
 
     def give_up_missing(self) -> None:
         """Let requests fail that have not arrived for :data:`MISSING_S` although later ones of their model wait for
-        them. If one arrives after all, it is answered with that failure."""
+        them. If such a request arrives after all, its client gets that failure."""
         now_s = self._clock.now()
         with self._lock:
             late = [
@@ -143,9 +152,11 @@ class Tenants:
             self.accept(JournalEntry(model=model, seq=seq, kind=MISSING, body=b"", status=WAITING))
 
     def retry_held(self) -> None:
-        """Compute the requests again whose results could not be written to the disk."""
+        """Compute the requests again whose results could not be written to the disk. The server calls this every few
+        seconds."""
 
         def job(model: str) -> Iterator[object]:
+            """Compute the waiting requests of ``model`` in order."""
             for seq in self._held.pop(model, []):
                 yield from self._job(model, seq)
 
@@ -153,14 +164,15 @@ class Tenants:
             self._turns.submit(self._key(model), partial(job, model))
 
     def next_seq(self, model: str) -> int:
-        """Return the number of the request of a model that is computed next, when it has arrived."""
+        """Return the number of the request of a model that is to be submitted next; 0 for a model without requests."""
         order = self._orders.get(model)
         return 0 if order is None else order.next_seq
 
     def park(self, model: str) -> None:
-        """Move a model to the disk, after the requests that are ready."""
+        """Move a model from memory to the disk, after the requests that can be computed now."""
 
         def job() -> Iterator[object]:
+            """Move the model; if the disk cannot be written, it stays in memory."""
             try:
                 self._evict(model)
             except NOT_WRITTEN as error:
@@ -171,13 +183,13 @@ class Tenants:
             self._turns.submit(self._key(model), job)
 
     def waiting(self, model: str) -> int:
-        """Return how many requests of a model have been acknowledged and not computed."""
+        """Return the number of a model's requests that have been acknowledged but not computed."""
         row = self._journal.one("SELECT count(*) AS n FROM requests WHERE model = ? AND status = ?", model, WAITING)
         return 0 if row is None else int(row["n"])
 
     def copy_all(self) -> None:
-        """Write every model in memory to the disk; only after the turns have ended. A model whose request is half
-        computed is left to the journal."""
+        """Write every model in memory to the disk, at the end of the server. The thread of the turns must have ended. A
+        model in the middle of a request is not written: the journal restores it."""
         for model in list(self._live):
             if model not in self._busy:
                 try:
@@ -186,8 +198,8 @@ class Tenants:
                     log.warning("%s is not on the disk, and is computed again at the next start: %s", model, error)
 
     def _order(self, model: str) -> Order:
-        """Return the order of a model's requests; for a model that this life of the server has not met, one that begins
-        with its first request."""
+        """Return the order of a model's requests. For a model that is new since the server started, one that begins
+        with request 0 is made."""
         if model not in self._orders:
             row = self._journal.one("SELECT spec FROM models WHERE id = ?", model)
             assert row is not None, "requests of unknown models are refused"
@@ -196,7 +208,7 @@ class Tenants:
 
     def _submit_ready(self, model: str, order: Order) -> None:
         """Submit the waiting requests of ``model`` whose predecessors have all arrived, in order. If one is missing,
-        note since when."""
+        note the time since when."""
         first = order.next_seq
         while order.next_seq in order.waiting:
             order.waiting.discard(order.next_seq)
@@ -209,15 +221,15 @@ class Tenants:
             order.missing_since_s = self._clock.now()
 
     def _key(self, model: str) -> str:
-        """Return the key of a model's turns. Models of which only one may be in memory have one together, so that none
-        is half-way through a request when another begins."""
+        """Return the key under which a model's requests take turns with those of others. Models of a base that one of
+        them trains at a time share a key, so that none is half-way through a request when another begins."""
         base = self._orders[model].base
         return f"{base.path}" if base.compute.kind.alone else model
 
     def _job(self, model: str, seq: int) -> Iterator[object]:
-        """Compute one request of ``model``, as an iterator that yields between its parts. Before it, the other models
-        of a base that trains one at a time are evicted; after it, those that were used longest ago if too many are in
-        memory. If the disk cannot be written, the request waits, with those of the model that follow, for
+        """Compute one request of ``model``, as an iterator that yields between its pieces. Before it, the other models
+        of a base that one model trains at a time are moved to the disk; after it, if too many are in memory, the models
+        that were used longest ago. If the disk cannot be written, this request and those that follow wait for
         :meth:`retry_held`."""
         if model in self._held:
             self._held[model].append(seq)
@@ -280,9 +292,9 @@ class Tenants:
         self._end(tenant, entry, status, answer, self._clock.now() - started_s)
 
     def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
-        """Record the result of a request, in one transaction with what it wrote. The state is copied to the disk if the
-        request asks for that, or if computing it again would take long; ``took_s`` is the time that this request
-        took."""
+        """Record the result of a request and the journal's changes that belong to it in one transaction. The state is
+        copied to the disk before, if the request asks for that or if computing it again would take long; ``took_s`` are
+        the seconds that this request took."""
         copied: str | None = None
         if tenant is not None:
             tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
@@ -304,8 +316,8 @@ class Tenants:
             self._clean(entry.model, copied, entry.seq)
 
     def _restore_for(self, entry: JournalEntry) -> Iterator[object]:
-        """Bring the state before a request into memory; one that loads other weights does without a state that is
-        lost."""
+        """Bring the state that ``entry`` is to be computed on into memory. A request that loads other weights can do
+        without a state that is lost."""
         try:
             yield from self._restore(entry.model, entry.seq)
         except StateLost:
@@ -313,7 +325,8 @@ class Tenants:
                 raise
 
     def _restore(self, model: str, seq: int) -> Iterator[object]:
-        """Bring the state before the request ``seq`` into memory. Raises :class:`StateLost` if it cannot be had."""
+        """Bring the state of a model before the request ``seq`` into memory, if it is not there: read its last copy,
+        and compute the later requests again. Raises :class:`StateLost` if that fails."""
         if model in self._live:
             return
         row = self._journal.one("SELECT copy, copied_seq, spec FROM models WHERE id = ?", model)
@@ -361,7 +374,8 @@ class Tenants:
         self._live[model].seq = entry.seq
 
     def _evict(self, model: str) -> None:
-        """Remove a model from memory, after a copy of its state is on the disk."""
+        """Remove a model from memory, after a copy of its state is on the disk. Raises an error of :data:`NOT_WRITTEN`
+        if the copy cannot be written; the model then stays."""
         tenant = self._live.get(model)
         if tenant is None:
             return
@@ -374,13 +388,15 @@ class Tenants:
         del self._live[model]
 
     def _copy(self, model: str, tenant: Tenant) -> str:
-        """Write the state of a model to the disk, and return the name of the copy."""
+        """Write the state of a model to the disk, and return the name of the copy. The journal does not refer to it
+        yet."""
         name = f"copy-{tenant.seq}"
         write_state(self._place(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
         tenant.cost_s = 0.0
         return name
 
     def _point(self, model: str, copied: str, seq: int) -> None:
+        """Record in the journal that the copy ``copied`` holds the state of a model after the request ``seq``."""
         self._journal.run("UPDATE models SET copy = ?, copied_seq = ? WHERE id = ?", copied, seq, model)
 
     def _clean(self, model: str, copied: str, seq: int) -> None:
@@ -392,18 +408,20 @@ class Tenants:
                 shutil.rmtree(old)
 
     def _place(self, model: str) -> Path:
+        """Return the directory of a model's files."""
         return place_of(self._directory, model)
 
 
 def place_of(directory: Path, model: str) -> Path:
-    """Return the directory of a model's files."""
+    """Return the directory of a model's files below the state directory of the server."""
     return directory / "runs" / model.replace(":", "_")
 
 
 class StateLost(RunError):
-    """The error of a model whose state cannot be restored."""
+    """The error of a model whose state cannot be restored from the disk and the journal."""
 
     def __init__(self, model: str, error: HeadraceError) -> None:
+        """Make the error for ``model``, whose state cannot be restored because of ``error``."""
         super().__init__(
             f"the state of {model} cannot be restored: {error.problem}",
             remedy="put its files back, or load one of its checkpoints into a new model",
@@ -411,12 +429,12 @@ class StateLost(RunError):
 
 
 def is_of_server(error: Exception) -> bool:
-    """Return whether a request failed because of the server, and not because of what it asks for."""
+    """Return whether a request failed by a fault of the server, and not because of what it asks for."""
     return isinstance(error, StateLost) or not isinstance(error, HeadraceError)
 
 
 def failure(error: Exception) -> bytes:
-    """Return the answer of a request that failed."""
+    """Return the JSON answer to a request that failed by ``error``; its category says whose fault it is."""
     category = "server" if is_of_server(error) else "user"
     words = f"the server failed: {type(error).__name__}: {error}"
     if isinstance(error, HeadraceError):
@@ -425,10 +443,11 @@ def failure(error: Exception) -> bytes:
 
 
 def answer_of(value: dict[str, Any], **more: Any) -> Answer:
-    """Return a JSON answer."""
+    """Return the answer with the JSON of ``value``; ``more`` are other fields of :class:`Answer`."""
     return Answer(result=json.dumps(value).encode(), **more)
 
 
 def _reads_only(entry: JournalEntry) -> bool:
-    """Return whether a ``forward_backward`` request that was computed asked for no gradient; its body is dropped."""
+    """Return whether a ``forward_backward`` request that has been computed asked for no gradient, so that it left the
+    state unchanged. The body of such a request is deleted."""
     return not entry.body or wire.is_forward_only(entry.body)

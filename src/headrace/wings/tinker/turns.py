@@ -1,4 +1,5 @@
-"""One thread that computes for many, a piece of each in turn.
+"""One thread that computes for many clients, a piece of each one's work in turn. A key stands for a client, and a job
+is an iterator that computes one piece, such as a micro-batch, whenever it is advanced.
 
 submit(key, job) ──▶ the jobs of a key, in order ─┐
 submit(key, job) ──▶ the jobs of a key, in order ─┼─▶ one piece of the first job of each key, round and round
@@ -11,16 +12,18 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 
 Job = Callable[[], Iterator[object]]
-"""Work whose iterator computes one piece each time it is advanced. It must not raise."""
+"""A function that begins a piece of work, whose iterator computes one part each time it is advanced. It must not
+raise."""
 _ENDED = object()
 
 
 class Turns:
-    """A thread that shares its time fairly: no key waits longer for its next piece than one piece of each other key
-    takes."""
+    """A thread that shares its time fairly among keys: between two pieces of one key, at most one piece of each other
+    key is computed."""
 
     def __init__(self, name: str, failed: Callable[[BaseException], None]) -> None:
-        """Start the thread. ``failed`` is called, in the thread, if a job raises; the thread ends then."""
+        """Start the thread with the given name. If a job raises an error, ``failed`` is called with it, in the thread,
+        which then ends."""
         self._jobs: OrderedDict[str, deque[Job]] = OrderedDict()
         self._running: dict[str, Iterator[object]] = {}
         self._changed = threading.Condition()
@@ -32,7 +35,7 @@ class Turns:
         self._thread.start()
 
     def submit(self, key: str, job: Job) -> None:
-        """Queue ``job`` behind those of the same key. May be called from any thread."""
+        """Queue ``job`` behind the other jobs of ``key``. May be called from any thread."""
         with self._changed:
             self._jobs.setdefault(key, deque()).append(job)
             self.idle.clear()
@@ -40,20 +43,20 @@ class Turns:
 
     @property
     def waiting(self) -> dict[str, int]:
-        """The number of jobs of each key that have any, the running one among them."""
+        """The number of unfinished jobs of each key, the running one included; keys without jobs are absent."""
         with self._changed:
             return {key: len(jobs) for key, jobs in self._jobs.items()}
 
     def close(self) -> None:
-        """End the thread after its present piece; jobs that are left are not computed."""
+        """End the thread after its present piece, and wait for that; jobs that are left are not computed."""
         with self._changed:
             self._ending = True
             self._changed.notify()
         self._thread.join()
 
     def _run(self) -> None:
-        """Advance the jobs in turn until there will be no more; this is the body of the thread. An error ends it, and
-        is reported."""
+        """Advance the jobs in turn until :meth:`close` is called; this is the body of the thread. An error of a job
+        ends it, and is reported."""
         try:
             while (key := self._next()) is not None:
                 self._advance(key)
@@ -61,7 +64,7 @@ class Turns:
             self._failed(error)
 
     def _next(self) -> str | None:
-        """Return the key whose turn it is; ``None`` at the end."""
+        """Return the key whose turn it is, once there is a job; ``None`` if the thread is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._ending or self._jobs)
             if self._ending:
@@ -69,8 +72,8 @@ class Turns:
             return next(iter(self._jobs))
 
     def _advance(self, key: str) -> None:
-        """Compute the next part of the first job of ``key``, and put ``key`` last, behind those that came meanwhile. If
-        the job has ended, remove it."""
+        """Compute the next piece of the first job of ``key``, and move ``key`` behind all others. If the job has ended,
+        remove it."""
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = self._jobs[key][0]()

@@ -65,7 +65,8 @@ def tinker(
 
 
 def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
-    """Print what is served, and what the shell of the client needs."""
+    """Print the bases and the state directory, and the two environment variables to set in the shell of the client: the
+    server's ``url`` and its ``key``."""
     lines = [
         *(f"serving    {base.path} as {', '.join(base.names)}{_HOW[base.whole]}" for base in config.bases),
         f"state      {config.state}",
@@ -80,9 +81,13 @@ def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
 def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tuple[BaseConfig, ...]:
     """Return the bases of a server: the ``model``, and those that ``--name NAME=DIR`` and ``--whole NAME=DIR`` add.
 
-    A model that has names of ``--whole`` alone is not loaded for adapters too. The words by which a model was given are
-    a name of it, too. Raises :class:`~headrace.base.errors.ConfigError` for a name without a directory, or with two,
-    and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
+    ``given`` are the values of ``--name``, whose clients train adapters, and ``whole`` those of ``--whole``, of which
+    one client at a time trains all weights; a value without ``=DIR`` names ``model``. If only ``--whole`` names
+    ``model``, it is not loaded for adapters too. The text by which ``model`` was given, the last part of each model's
+    path or hub name, and each path are names as well, unless another base has them.
+
+    Raises :class:`~headrace.base.errors.ConfigError` for a value without a name and for a name that is given twice for
+    different bases, and :class:`~headrace.base.errors.ModelError` for a hub name whose model cannot be had.
     """
     from headrace.models.hub import called
     from headrace.wings.tinker.config import BaseConfig
@@ -110,7 +115,9 @@ def bases_of(model: str, given: Sequence[str], whole: Sequence[str] = ()) -> tup
 
 
 def _directory(given: str, setting: str) -> Path:
-    """Return the directory of a model that is given by its path or by its name on a hub."""
+    """Return the directory of a model that is given by its path or by its name on a hub, from which it is downloaded if
+    needed. ``setting`` is the option that gave it, for the message of an error. Raises
+    :class:`~headrace.base.errors.ConfigError` if there is no such directory."""
     from headrace.models.hub import local_directory
     from headrace.models.settings import REMEDY
 

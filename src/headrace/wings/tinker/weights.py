@@ -1,7 +1,8 @@
-"""What clients train: an adapter beside the frozen base, or all weights in place of the base's.
+"""What clients train: an adapter beside the frozen base model, or all weights in place of the base's.
 
 Both kinds of weights are records of tensors, so that optimizer, journal and files treat them alike. How a pass computes
-with them is here: an adapter is added by hooks, while whole weights are exchanged for the base's during the pass.
+with them is here: an adapter is added by hooks, while whole weights are exchanged for the base's during the pass. A
+specification (``spec``) holds the settings of a model: ``base``, ``rank``, ``seed`` and ``parts``.
 """
 
 from __future__ import annotations
@@ -24,49 +25,53 @@ Spec = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class WholeTensors:
-    """All weights of a model."""
+    """All weights of a model, as one client trains them."""
 
     tensors: dict[str, Tensor]
-    """By the names of the model's parameters; a tied one is there once."""
+    """The tensors by the names of the model's parameters; a parameter that two modules share is there once."""
 
 
 Weights = LoraTensors | WholeTensors
 
 
 class WeightKind(Protocol):
-    """How the weights of one kind are made, and how a base computes with them. It is not thread-safe."""
+    """The kind of weights that clients train on a base: how they are made, and how the base computes with them. It is
+    not thread-safe."""
 
     alone: bool
-    """Whether one tenant at a time trains on the base."""
+    """Whether only one model at a time can be trained on the base."""
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
-        """Return the settings of a new model. Raises :class:`~headrace.base.errors.ConfigError` for one that cannot be
-        trained here."""
+        """Return the specification of the model that the request ``body`` asks for. Raises
+        :class:`~headrace.base.errors.ConfigError` for one that cannot be trained here, such as an adapter of more than
+        ``max_rank``."""
         ...
 
     def new(self, spec: Mapping[str, Any]) -> Weights:
-        """Return new weights, which are trained from the base on."""
+        """Return new weights with which the model computes the same as the base, ready to be trained."""
         ...
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors of weights with these settings."""
+        """Return the names and shapes of the tensors of weights with this specification."""
         ...
 
     def on(self, weights: Any) -> AbstractContextManager[None]:
-        """Compute with ``weights`` within this context, ``None`` being the base's: forward and backward passes."""
+        """Let forward and backward passes within this context compute with ``weights``; ``None`` stands for the base's
+        own."""
         ...
 
     def runs_head(self, weights: Any) -> bool:
-        """Return whether the head must run as a module, because it is not a single matrix with ``weights``."""
+        """Return whether the head must be called as a module, because with ``weights`` it is not a single matrix."""
         ...
 
 
 class AdapterKind:
-    """The kind of weights that are adapters of low rank; every tenant has one, and they share the base."""
+    """Adapters of low rank (LoRA), one for each model in training; all of them share the frozen base."""
 
     alone = False
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Add hooks to ``model`` by which passes compute with adapters."""
         self._multi = MultiLora(model)
 
     def spec_of(self, body: CreateModelBody, max_rank: int) -> Spec:
@@ -89,8 +94,8 @@ class AdapterKind:
         return {"base": body.base_model, "rank": lora.rank, "seed": lora.seed, "parts": parts}
 
     def new(self, spec: Mapping[str, Any]) -> LoraTensors:
-        """Return a new adapter by its specification. Raises :class:`~headrace.base.errors.ConfigError` if the model has
-        no layers of a part that it names."""
+        """Return a new adapter with this specification. Raises :class:`~headrace.base.errors.ConfigError` if the base
+        has no layers of a part that it names."""
         if self._multi.has_experts and MLP in spec["parts"]:
             raise ConfigError("train_mlp=True: the experts of this model get no adapter", remedy="set train_mlp=False")
         missing = {*spec["parts"]} - {layer.part for layer in self._multi.layers.values()}
@@ -99,21 +104,27 @@ class AdapterKind:
         return self._multi.new(rank=spec["rank"], parts=spec["parts"], seed=spec["seed"])
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of the tensors of an adapter with this specification."""
         return {**self._multi.shapes_of(rank=spec["rank"], parts=spec["parts"])}
 
     def on(self, weights: LoraTensors | None) -> AbstractContextManager[None]:
+        """Let all tokens within this context be computed with the adapter ``weights``, or by the base alone for
+        ``None``."""
         return self._multi.on([Segment(lora=weights)])
 
     def runs_head(self, weights: LoraTensors | None) -> bool:
+        """Return whether the adapter changes the head, whose hooks run only if it is called as a module."""
         return weights is not None and any(weights.pair(name) is not None for name in self._multi.heads)
 
 
 class WholeKind:
-    """All weights of the model, of one tenant at a time. Those of the base stay what they are, beside the tenant's."""
+    """Whole weights, of one model in training at a time. They take the place of the base's weights during a pass; the
+    base's own stay unchanged beside them."""
 
     alone = True
 
     def __init__(self, model: PreTrainedModel) -> None:
+        """Freeze ``model``, and remember its own weights and every place of its modules that holds one of them."""
         model.requires_grad_(requires_grad=False)
         self._base = self._now = weight_tensors(model)
         names = {id(tensor): name for name, tensor in self._base.items()}
@@ -135,14 +146,18 @@ class WholeKind:
         return {"base": body.base_model, "rank": None, "seed": 0, "parts": []}
 
     def new(self, spec: Mapping[str, Any]) -> WholeTensors:
+        """Return copies of the base's weights, ready to be trained; the specification is the same for all such
+        models."""
         return WholeTensors(tensors={name: trainable(tensor.clone()) for name, tensor in self._base.items()})
 
     def shapes_of(self, spec: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Return the names and shapes of all weights of the base."""
         return {name: tuple(tensor.shape) for name, tensor in self._base.items()}
 
     @contextmanager
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
-        """Let the module compute with ``weights``, or with the base model's if ``None``, within this context."""
+        """Let the module compute with ``weights``, or with the base's own for ``None``, within this context. Contexts
+        may nest."""
         before = self._now
         self._point(self._base if weights is None else weights.tensors)
         try:
@@ -151,14 +166,16 @@ class WholeKind:
             self._point(before)  # contexts nest
 
     def runs_head(self, weights: WholeTensors | None) -> bool:
+        """Return ``False``: with whole weights the head is a single matrix."""
         return False
 
     def _point(self, tensors: dict[str, Tensor]) -> None:
+        """Put ``tensors``, which are given by parameter name, in the place of the module's parameters."""
         self._now = tensors
         for parameters, key, name in self._places:
             parameters[key] = tensors[name]
 
 
 def trainable(tensor: Tensor) -> nn.Parameter:
-    """Return the tensor as a parameter that gets gradients."""
+    """Return the tensor as a parameter that gets gradients; both share their memory."""
     return nn.Parameter(tensor.detach(), requires_grad=True)

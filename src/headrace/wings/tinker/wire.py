@@ -1,7 +1,8 @@
 """The protobuf messages of the protocol, read and written without the protobuf library.
 
-Field numbers are those of ``tinker_public.proto`` (Apache-2.0). Numbers of the wire format: 0 varint, 1 eight bytes,
-2 bytes of a length, 5 four bytes.
+A message is a sequence of fields, each a tag (its number and the kind of its value) and the value. Field numbers are
+those of ``tinker_public.proto`` (Apache-2.0). Kinds of the wire format: 0 varint (an integer of variable length), 1
+eight bytes, 2 a length and as many bytes, 5 four bytes.
 """
 
 from __future__ import annotations
@@ -22,29 +23,30 @@ Array = npt.NDArray[Any]
 FLOAT32, INT64 = 1, 2
 _DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, 3: np.int32}
 VERSIONS_FIELD = 1001
-"""The field of a sampled sequence that holds the version of each token, as int32: it is of Headrace, and unknown to the
-client, which skips it."""
+"""The field of a sampled sequence that holds the version that sampled each token, as int32. It is an addition of
+Headrace, which the client does not know and skips."""
 
 MOST_NUMBERS = 2**22
-"""The most numbers that the tensors of a request stand for, if it has fewer bytes than that; else as many as it has
-bytes. A sparse tensor of a few bytes can stand for more numbers than fit the memory."""
+"""The largest count of numbers that the tensors of one request may stand for; if the request has more bytes than this,
+as many as it has bytes. A sparse tensor of a few bytes can stand for more numbers than fit the memory."""
 MOST_FIELDS = 2**17
-"""The most fields of a message. Empty ones take two bytes and more time than others of their size."""
+"""The largest number of fields of a message. Many empty fields, of two bytes each, would take long to read."""
 _REMEDY = "use a client of the protocol that docs/tinker.md names"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SparseCells:
-    """The cells that a sparse matrix lists, in the compressed format by rows (CSR)."""
+    """The cells that a sparse matrix lists, as compressed sparse rows (CSR)."""
 
     row_starts: Array
-    """Where each row begins in :attr:`columns`, and at the end the number of cells."""
+    """The index in :attr:`columns` at which each row begins, and at the end the number of cells."""
     columns: Array
-    """The column of each cell."""
+    """The column of each cell, row after row."""
 
     def dense(self, values: Array, shape: Sequence[int], *, elsewhere: float, most: int) -> Array:
-        """Return the matrix with ``values`` in these cells, and ``elsewhere`` in all others. Raises ``ValueError`` if
-        the cells do not fit the shape, or if it has more than ``most`` cells, before memory is taken for it."""
+        """Return the dense matrix of the given ``shape`` with ``values`` in these cells and ``elsewhere`` in all
+        others. Raises ``ValueError`` if the cells do not fit the shape, or if it has more than ``most`` entries, before
+        memory is taken for it."""
         if len(shape) != 2 or math.prod(shape) > most:
             raise ValueError(f"a sparse tensor of shape {[*shape]}")
         counts = np.diff(self.row_starts)
@@ -57,17 +59,19 @@ class SparseCells:
         return dense
 
     def listed(self, dense: Array) -> Array:
-        """Return the values that a matrix has in these cells, in their order."""
+        """Return the values of a dense matrix in these cells, in the order of the cells."""
         listed: Array = dense[self._rows(), self.columns]
         return listed
 
     def _rows(self) -> Array:
+        """Return the row of each cell."""
         return np.repeat(np.arange(len(self.row_starts) - 1), np.diff(self.row_starts))
 
 
 def place_of(body: bytes) -> tuple[str, int]:
-    """Return the model and the place of the request in ``body``, whatever else is wrong with it; of a body that is cut,
-    its beginning suffices. Raises :class:`~headrace.base.errors.DataError` where they cannot be read."""
+    """Return the id of the model and the number of the forward_backward request in ``body``, whatever else is wrong
+    with it; of a body that is cut off, the beginning suffices. Raises :class:`~headrace.base.errors.DataError` if they
+    cannot be read."""
     model, seq_id = "", 0
     try:
         for number, value in _fields(body):
@@ -84,12 +88,14 @@ def place_of(body: bytes) -> tuple[str, int]:
 
 
 def is_forward_only(body: bytes) -> bool:
-    """Return whether the request in ``body``, which was computed once, asks for no gradient."""
+    """Return whether the training request in ``body`` asks for no gradient. The body must have been read without an
+    error before."""
     return any(number == 6 and bool(value) for number, value in _fields(body))
 
 
 def read_train_request(body: bytes) -> TrainRequest:
-    """Return the request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that are none."""
+    """Return the decoded training request in ``body``. Raises :class:`~headrace.base.errors.DataError` for bytes that
+    are not one."""
     try:
         return _train_request(body)
     except (IndexError, ValueError, struct.error, UnicodeDecodeError, KeyError, TypeError) as error:
@@ -97,8 +103,8 @@ def read_train_request(body: bytes) -> TrainRequest:
 
 
 def _train_request(body: bytes) -> TrainRequest:
-    """Decode the protocol buffer of a training request. Raises ``ValueError`` for unknown fields and too many
-    numbers."""
+    """Decode the protocol buffer of a training request. Raises ``ValueError`` for unknown fields, and for tensors that
+    stand for too many numbers."""
     texts, data, config = {1: "", 4: ""}, list[Datum](), dict[str, float | str]()
     seq_id, forward_only, left = 0, False, max(MOST_NUMBERS, len(body))
     for number, value in _fields(body):
@@ -126,8 +132,8 @@ def _train_request(body: bytes) -> TrainRequest:
 
 
 def _datum(body: memoryview, most: int) -> Datum:
-    """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. An image or sound is
-    only noted. Raises ``ValueError`` if a sparse tensor brings its numbers above ``most``."""
+    """Decode one datum: its tokens, its loss inputs by name, and the provenance of its positions. Of an image or sound
+    only the presence is noted. Raises ``ValueError`` if a sparse tensor brings its numbers above ``most``."""
     ids, inputs, problem = list[Array](), dict[str, Array](), ""
     spans: dict[int, list[ProvenanceSpan]] = {3: [], 4: []}
     for number, value in _fields(body):
@@ -148,7 +154,7 @@ def _datum(body: memoryview, most: int) -> Datum:
 
 
 def _span(body: memoryview) -> ProvenanceSpan:
-    """Decode the provenance of a range of positions."""
+    """Decode a client's claim about where a range of positions comes from."""
     ((kind, value),) = _fields(body)
     found = dict(_fields(value))
     name = bytes(found.get(1, b"")).decode()
@@ -156,7 +162,8 @@ def _span(body: memoryview) -> ProvenanceSpan:
 
 
 def _tensor(body: memoryview, most: int) -> Array:
-    """Return a tensor as a dense array, of at most ``most`` numbers; entries that a sparse one does not list are 0."""
+    """Decode a tensor as a dense array. Entries that a sparse tensor does not list are 0. Raises ``ValueError`` if a
+    sparse one stands for more than ``most`` numbers."""
     found: dict[int, Any] = {}
     shape: list[int] = []
     for number, value in _fields(body):
@@ -176,20 +183,23 @@ def _tensor(body: memoryview, most: int) -> Array:
 
 
 def _text(value: object) -> str:
-    """Return a field as text. Raises ``ValueError`` for a number, of which bytes would be as many zeros."""
+    """Return the value of a field as text. Raises ``ValueError`` for a number: ``bytes(n)`` would make n zero bytes of
+    it."""
     if not isinstance(value, memoryview):
         raise ValueError("a number in place of text")
     return bytes(value).decode()
 
 
 def _entry(body: memoryview) -> tuple[str, Any]:
-    """Return key and value of an entry of a map; a missing value is the default of its type, which is 0 here."""
+    """Return the key and the value of an entry of a map. A missing value is the default of its type, which is 0
+    here."""
     found = dict(_fields(body))
     return bytes(found.get(1, b"")).decode(), found.get(2, 0)
 
 
 def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
-    """Yield number and value of each field of a message."""
+    """Yield the number and the value of each field of a message: an integer or a float, or a view of the bytes of a
+    text, a tensor or a message within it. Raises ``ValueError`` for a broken message."""
     if isinstance(body, int | float):  # a message without fields, which is not sent as a map's value
         return
     view, place, left = memoryview(body), 0, MOST_FIELDS
@@ -216,8 +226,8 @@ def _fields(body: bytes | memoryview | float) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(view: memoryview, place: int) -> tuple[int, int]:
-    """Decode the variable-length integer at ``place``, and return it with the place after it. Raises ``ValueError`` if
-    it has more than 64 bits."""
+    """Decode the variable-length integer at the index ``place``, and return it with the index after it. Raises
+    ``ValueError`` if it has more than 64 bits."""
     value = shift = 0
     while True:
         byte = view[place]
@@ -240,10 +250,12 @@ def _varints(view: memoryview) -> list[int]:
 
 
 def _number(field: int, value: int) -> bytes:
+    """Encode the field with the number ``field`` and a whole number ≥ 0 as its value."""
     return _raw(field << 3) + _raw(value)
 
 
 def _bytes(field: int, value: bytes | str) -> bytes:
+    """Encode the field with the number ``field`` and bytes or text as its value."""
     given = value.encode() if isinstance(value, str) else value
     return _raw(field << 3 | 2) + _raw(len(given)) + given
 
@@ -259,7 +271,8 @@ def _raw(value: int) -> bytes:
 
 
 def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) -> bytes:
-    """Return a ForwardBackwardOutput with the log-probabilities of each datum, ``[N]`` or ``[N, K]``."""
+    """Return an encoded ForwardBackwardOutput, the result of a training request: the log-probabilities of the targets
+    of each datum, ``[N]`` or ``[N, K]``, and the metrics by name."""
     records, start = list[bytes](), 0
     while start < len(logprobs):  # one record for each run of data of the same trailing shape
         shape, end = logprobs[start].shape[1:], start
@@ -278,12 +291,13 @@ def write_train_result(logprobs: Sequence[Array], metrics: Mapping[str, float]) 
 
 
 def read_metrics(result: bytes) -> dict[str, float]:
-    """Return the metrics of a ForwardBackwardOutput."""
+    """Return the metrics by name of an encoded ForwardBackwardOutput."""
     return {key: float(value) for number, part in _fields(result) if number == 3 for key, value in [_entry(part)]}
 
 
 def write_tensor(values: Array, cells: SparseCells | None = None) -> bytes:
-    """Return a Tensor of int64 or float32, dense, or sparse with the values of ``cells`` alone."""
+    """Return an encoded Tensor of int64 (for integers) or float32: dense or, if ``cells`` are given, sparse with the
+    values in these cells alone."""
     whole = np.issubdtype(values.dtype, np.integer)
     given = np.ascontiguousarray(values, np.int64 if whole else np.float32)
     dims = _number(3, INT64 if whole else FLOAT32) + b"".join(_number(4, size) for size in given.shape)
@@ -295,14 +309,17 @@ def write_tensor(values: Array, cells: SparseCells | None = None) -> bytes:
 
 
 def write_top(ids_TK: Array, logprobs_TK: Array) -> bytes:
-    """Return a TopkLogprobs of the likeliest entries at each position."""
+    """Return an encoded TopkLogprobs: the ids of the K likeliest tokens at each of T positions, and their
+    log-probabilities."""
     count, k = ids_TK.shape
     ids, logs = np.ascontiguousarray(ids_TK, np.int32), np.ascontiguousarray(logprobs_TK, np.float32)
     return _bytes(1, ids.tobytes()) + _bytes(2, logs.tobytes()) + _number(3, k) + _number(4, count)
 
 
 def write_sequence(*, stopped: bool, ids_T: Array, logprobs_T: Array, versions_T: Array, top: bytes | None) -> bytes:
-    """Return a SampledSequence with the version of each token in :data:`VERSIONS_FIELD`."""
+    """Return an encoded SampledSequence: token ids, logprobs and, in :data:`VERSIONS_FIELD`, the version of the weights
+    that sampled each token. ``stopped`` says that a stop token or string ended it, and not the length limit; ``top`` is
+    an encoded TopkLogprobs, or ``None``."""
     out = _number(1, 0 if stopped else 1)
     out += _bytes(2, ids_T.astype(np.int32).tobytes()) + _bytes(3, logprobs_T.astype(np.float32).tobytes())
     if top is not None:
@@ -317,7 +334,9 @@ def write_samples(
     top: bytes | None,
     targets: bytes | None,
 ) -> bytes:
-    """Return a SampleResponse."""
+    """Return an encoded SampleResponse: the encoded sampled ``sequences`` and, where they are not ``None``, the
+    logprobs of the prompt's tokens, an encoded TopkLogprobs of their places, and an encoded Tensor with the logprobs of
+    the targets."""
     out = b"".join(_bytes(1, sequence) for sequence in sequences)
     if prompt_logprobs_T is not None:
         out += _bytes(2, prompt_logprobs_T.astype(np.float32).tobytes())

@@ -41,9 +41,11 @@ class _Number(Convertor[int]):
     regex = "[0-9]{1,18}"
 
     def convert(self, value: str) -> int:
+        """Return the number that a part of a path writes."""
         return int(value)
 
     def to_string(self, value: int) -> str:
+        """Return a number as a part of a path."""
         return str(value)
 
 
@@ -54,11 +56,12 @@ STATIC = str(files("headrace.wings.view") / "static")
 def make_app(
     runs: Sequence[OpenRun], *, clock: Clock, token: str, ending: Callable[[], bool], secure: bool = False
 ) -> ViewAuth:
-    """Return the dashboard of ``runs`` as an ASGI application. Event streams end once ``ending()`` is true; ``secure``
-    says that the dashboard is reached over TLS only."""
+    """Return the dashboard of ``runs`` as an ASGI application, to which every request must carry ``token``. Event
+    streams end once ``ending()`` is true; ``secure`` says that the dashboard is reached over TLS only."""
 
     def on_run(answer: Answer) -> Callable[[Request], Response]:
-        """Return a handler that answers about the run whose number is in the path of the request."""
+        """Return a request handler that finds the run whose number is in the path of the request, and responds with the
+        JSON of ``answer`` for that run."""
 
         def handler(request: Request) -> Response:
             """Answer about one run; status 404 if there is no run of that number."""
@@ -70,18 +73,21 @@ def make_app(
         return handler
 
     async def stream(request: Request) -> Response:
-        """Stream an event to the page whenever a run has changed."""
+        """Answer with a stream of events that tell the page whenever a run has changed."""
 
         async def events() -> AsyncIterator[bytes]:
+            """Yield the events until the server shuts down."""
             async for event in changes(runs, ending):
                 yield event
 
         return StreamingResponse(events(), media_type="text/event-stream")
 
     def list_runs(_: Request) -> Response:
+        """Answer with the name, directory and state of every run; its place in the list is its number."""
         return answered([{"name": run.name, "directory": str(run.directory), **run.state()} for run in runs])
 
     def compare_runs(_: Request) -> Response:
+        """Answer with all runs side by side."""
         return answered(figures.compared(runs))
 
     answers = [
@@ -94,17 +100,20 @@ def make_app(
 
 
 def application(answers: Sequence[Route], page: Callable[[Request], Response], *, token: str, secure: bool) -> ViewAuth:
-    """Return an ASGI application with these routes, static files, and ``page`` at ``/``, behind the token."""
+    """Return an ASGI application with the routes ``answers``, the static files of the dashboard, and the page that
+    ``page`` returns at ``/``. All of it needs the ``token``; ``secure`` says that it is reached over TLS only. The
+    dashboard of runs and the page about tenants are made by this."""
     routes = [*answers, Mount("/static", StaticFiles(directory=STATIC)), Route("/", page)]
     app = Starlette(routes=routes, exception_handlers={HeadraceError: refused, HTTPException: not_found})
     return ViewAuth(app, token=token, secure=secure)
 
 
 Answer = Callable[[OpenRun, Request], Any]
+"""A function that returns what a request about one run is answered with, as a value that becomes JSON."""
 
 
 def _run_routes(clock: Clock) -> dict[str, Answer]:
-    """Return the handler of each path below ``/api/runs/N/``."""
+    """Return the function that answers each path below ``/api/runs/N/``. ``clock`` limits the time of searches."""
     cache = EpisodeAdvantages()
     return {
         "overview": lambda run, _: figures.overview(run),
@@ -129,11 +138,14 @@ def _run_routes(clock: Clock) -> dict[str, Answer]:
 
 
 def _page(_: Request) -> Response:
+    """Return the HTML page of the dashboard."""
     return Response((files("headrace.wings.view") / "static" / "index.html").read_bytes(), media_type="text/html")
 
 
 def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
-    """Return the tokens of a turn that the request asks for: ``count`` tokens, beginning with number ``from``."""
+    """Return the tokens of a turn that the request asks for, as aligned columns: ``count`` tokens, beginning with
+    number ``from``. Episode and turn are in the path. Raises :class:`~headrace.base.errors.DataError` for other
+    values."""
     first, count = (_parameter(request, name) or default for name, default in (("from", "0"), ("count", "1024")))
     span = episodes.whole_number(first), episodes.whole_number(count)
     if span[0] is None or span[1] is None:
@@ -143,31 +155,36 @@ def _window(run: OpenRun, cache: EpisodeAdvantages, request: Request) -> Any:
 
 
 def _search_text(request: Request) -> str:
-    """Return the words that the request searches for. Raises :class:`~headrace.base.errors.DataError` if they are empty
-    or too long."""
+    """Return the text that the request searches for. Raises :class:`~headrace.base.errors.DataError` if it is empty or
+    too long."""
     words = _parameter(request, "words")
     if not words.strip() or len(words) > 200:
-        raise DataError("there is nothing to search for", remedy="give words of 1 to 200 characters")
+        raise DataError(
+            "the search text is empty or longer than 200 characters", remedy="give words of 1 to 200 characters"
+        )
     return words
 
 
 def _parameter(request: Request, name: str) -> str:
+    """Return the parameter ``name`` of the request's query; an empty text if it is not given."""
     return request.query_params.get(name, "")
 
 
 def answered(value: Any, status: int = 200) -> Response:
-    """Return ``value`` as JSON."""
+    """Return ``value`` as a JSON response."""
     return Response(msgspec.json.encode(value), status_code=status, media_type="application/json")
 
 
 def refused(_: Request, error: Exception) -> Response:
-    """Return an error of Headrace as the page shows it."""
+    """Return the response to a request that met an error of Headrace: its problem and its remedy as JSON, with status
+    422."""
     assert isinstance(error, HeadraceError)
     return answered({"problem": error.problem, "remedy": error.remedy}, 422)
 
 
 def not_found(_: Request, error: Exception) -> Response:
-    """Return an error of HTTP as the page shows it."""
+    """Return the response to a request that met an HTTP error, such as an unknown path: the problem as JSON, with the
+    error's status."""
     assert isinstance(error, HTTPException)
     return answered({"problem": str(error.detail), "remedy": "choose a page from the list"}, error.status_code)
 
@@ -179,7 +196,9 @@ ALIVE_S = 15.0
 
 
 async def changes(runs: Sequence[OpenRun], ending: Callable[[], bool]) -> AsyncIterator[bytes]:
-    """Yield server-sent events ``change`` with the numbers of the runs that changed, until the server shuts down."""
+    """Yield server-sent events for an open page, until ``ending()`` is true because the server shuts down: ``hello`` at
+    first, and ``change`` with the numbers of the runs whose files have changed. Comment lines between them keep the
+    connection open."""
     stamps = [run.stamp() for run in runs]
     yield b"retry: 1000\nevent: hello\ndata: {}\n\n"
     silent_s = 0.0

@@ -32,7 +32,7 @@ _HEADERS = {
     "cache-control": "no-cache",
 }
 _BEARER_REQUIRED = {"www-authenticate": "Bearer"}
-_FORM = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+_TOKEN_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="color-scheme" content="light dark">
 <title>Token</title><main><h1>This view needs its token</h1><p>The program printed it with the address.</p>
 <form action="/" method="get"><p><label>Token <input name="token" type="password" autocomplete="off" required></label>
 <button>Open</button></p></form></main></html>
@@ -53,6 +53,7 @@ class ViewAuth:
         """Name of the cookie; it differs for each token, because browsers share cookies among the ports of one host."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or pass it on if it is authenticated; every response gets the security headers."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -71,22 +72,23 @@ class ViewAuth:
         await (self._app if answer is None else answer)(scope, receive, send_with_headers)
 
     def _answer(self, scope: Scope) -> Response | None:
-        """Return the answer to a request that may not pass: the form for the token, its cookie, or status 401; ``None``
-        to let it pass."""
+        """Return the answer to a request that may not pass: the form that asks for the token, the cookie after a
+        correct token, or status 401. Return ``None`` for a request that may pass to the application."""
         headers = Headers(scope=scope)
         given = parse_qs(scope["query_string"].decode("latin-1"), errors="replace").get("token", [""])[0]
         if given and scope["path"] == "/":
-            return self._set_cookie() if _equal(given.encode(), self._token) else _token_form()
+            return self._set_cookie() if _equal(given.encode(), self._token) else _token_page()
         kind, _, bearer = headers.get("authorization", "").encode("latin-1").partition(b" ")
         if kind.lower() == b"bearer" and _equal(bearer.strip(), self._token):
             return None
         kept = cookie_parser(headers.get("cookie", "")).get(self._cookie, "")
         if _equal(kept.encode(), self._key.encode()):
             return None
-        return _token_form() if scope["path"] == "/" else Response(status_code=401, headers=_BEARER_REQUIRED)
+        return _token_page() if scope["path"] == "/" else Response(status_code=401, headers=_BEARER_REQUIRED)
 
     def _set_cookie(self) -> Response:
-        """Return a response that sets the session's cookie and leads to the page without the key in its address."""
+        """Return a response that sets the session's cookie, and redirects to the page without the token in its
+        address."""
         answer = RedirectResponse("/", status_code=303)
         answer.set_cookie(
             self._cookie, self._key, httponly=True, samesite="lax", secure=self._secure, max_age=7 * 86400
@@ -95,8 +97,10 @@ class ViewAuth:
 
 
 def _equal(given: bytes, expected: bytes) -> bool:
+    """Return whether two secrets are equal, in a time that does not depend on where they differ."""
     return hmac.compare_digest(given, expected)
 
 
-def _token_form() -> Response:
-    return HTMLResponse(_FORM, status_code=401, headers=_BEARER_REQUIRED)
+def _token_page() -> Response:
+    """Return the page with a form that asks for the token, with status 401."""
+    return HTMLResponse(_TOKEN_PAGE, status_code=401, headers=_BEARER_REQUIRED)

@@ -1,7 +1,9 @@
-"""The advantages of a step's episodes, computed again from the recorded rewards with the run's own settings.
+"""The advantages of a step's episodes, computed again from the recorded rewards with the run's own settings, so that
+the page about an episode can show them.
 
 A ledger records rewards and the log-probabilities of teachers, but no advantages. Advantages that depend on a critic's
-values cannot be computed from it; the page then says why they are missing.
+values cannot be computed from it; the page then says why they are missing. μ is the distribution that sampled a token,
+ν that of a teacher.
 """
 
 from __future__ import annotations
@@ -25,22 +27,27 @@ if TYPE_CHECKING:
     from headrace.algo.config import AlgoConfig
 
 COUNTED = ("scored", "masked")
+"""The statuses of episodes whose rewards count in a baseline."""
 MOST_EPISODES = 20_000
 """Largest number of episodes of one step for which advantages are computed."""
 
 _Step = tuple[dict[EpisodeKey, float], str]
+"""The advantage of each episode of a step, and why others have none; the reason is empty if all have one."""
 
 
 class EpisodeAdvantages:
-    """A cache of the advantages of the episodes of recently requested steps."""
+    """Computes the advantages of the episodes of a step, and keeps those of recently requested steps. The dashboard has
+    one instance for all runs; its methods may be called from any thread."""
 
     def __init__(self) -> None:
+        """Begin with nothing computed."""
         self._lock = threading.Lock()
         self._steps: dict[tuple[Path, int], _Step] = {}
         self._reverse_kl: dict[Path, ReverseKl | None] = {}
 
     def of(self, run: OpenRun, episode: EpisodeGraph, row: EpisodeRow) -> tuple[Sequence[float] | None, str]:
-        """Return one advantage per turn and an empty text, or ``None`` and the reason why there is no advantage."""
+        """Return the advantage of each turn of ``episode`` and an empty text, or ``None`` and the reason why there is
+        no advantage. ``row`` is the episode's record in the list of episodes."""
         if row.step is None:
             return None, "no step has taken its group"
         if row.status != "scored":
@@ -54,25 +61,25 @@ class EpisodeAdvantages:
         return [of_step[episode.key]] * len(episode.turns), why
 
     def teacher_term(self, run: OpenRun, gaps_T: FloatColumn | None) -> Floats | None:
-        """Return the term that a teacher adds to the advantage of each token, computed from log ν − log μ; ``None`` if
-        no teacher takes part in the advantage."""
+        """Return the term that a teacher adds to the advantage of each of T tokens, computed from ``gaps_T``, log ν −
+        log μ; ``None`` if no teacher takes part in the run's advantage, or if there are no gaps."""
         reverse_kl = self._reverse_kl_of(run)
         return None if reverse_kl is None or gaps_T is None else reverse_kl.of_tokens(gaps_T.astype(np.float64))
 
     def has_teacher_term(self, run: OpenRun) -> bool:
-        """Return whether the run's advantage has a term from a teacher."""
+        """Return whether a teacher adds a term to the run's advantages."""
         return self._reverse_kl_of(run) is not None
 
     def _reverse_kl_of(self, run: OpenRun) -> ReverseKl | None:
-        """Return the run's advantage if it is the reverse KL to a teacher; otherwise ``None``. It is read once for each
-        run."""
+        """Return the settings of the run's advantage if it is the reverse KL to a teacher; otherwise ``None``. They are
+        read once for each run."""
         with self._lock:
             if run.directory not in self._reverse_kl:
                 self._reverse_kl[run.directory] = _reverse_kl(run)
             return self._reverse_kl[run.directory]
 
     def _step(self, run: OpenRun, step: int) -> _Step:
-        """Return the advantages of a step; those of the last 16 steps are kept."""
+        """Return the advantages of a step of a run; those of the 16 steps that were added last are kept."""
         at = (run.directory, step)
         if at not in self._steps:
             while len(self._steps) >= 16:
@@ -82,8 +89,8 @@ class EpisodeAdvantages:
 
 
 def _compute(run: OpenRun, step: int) -> _Step:
-    """Compute the advantages of all episodes of a step as the run did; return a reason instead where they cannot be
-    computed."""
+    """Compute the advantages of the episodes that ``step`` of the run trained, as the run did; without any, the reason
+    why they cannot be computed."""
     from headrace.algo.advantages import Outcomes
 
     try:
@@ -105,7 +112,8 @@ def _compute(run: OpenRun, step: int) -> _Step:
 
 
 def _settings(run: OpenRun) -> AlgoConfig:
-    """Return the settings ``[algo]`` of a run."""
+    """Return the settings ``[algo]`` of a run, from its ``config.json``. Raises
+    :class:`~headrace.base.errors.ConfigError` if they cannot be read."""
     from headrace.algo.config import AlgoConfig
     from headrace.base.config import validate
 
@@ -113,7 +121,8 @@ def _settings(run: OpenRun) -> AlgoConfig:
 
 
 def _reverse_kl(run: OpenRun) -> ReverseKl | None:
-    """Return the run's advantage if it is the reverse KL to a teacher; otherwise ``None``."""
+    """Return the settings of the run's advantage if it is the reverse KL to a teacher; otherwise, and if they cannot be
+    read, ``None``."""
     from headrace.algo.advantages.tokens import ReverseKl
 
     try:
@@ -123,14 +132,14 @@ def _reverse_kl(run: OpenRun) -> ReverseKl | None:
     return advantage if isinstance(advantage, ReverseKl) else None
 
 
-def _outcomes(kind: Any, rows: Sequence[EpisodeRow]) -> Any:
-    """Return the rewards, groups and lengths of the episodes as the record ``kind`` from which advantages are
-    computed."""
+def _outcomes(record_type: Any, rows: Sequence[EpisodeRow]) -> Any:
+    """Return what advantages are computed from, as a ``record_type`` (the class ``Outcomes``): reward, group and number
+    of tokens of each of E episodes and, if all have the same K components of the reward, these too."""
     names = list(rows[0].parts)
     parts_EK = None
     if names and all(list(row.parts) == names for row in rows):
         parts_EK = np.array([list(row.parts.values()) for row in rows], np.float64)
-    return kind(
+    return record_type(
         rewards_E=np.array([row.reward for row in rows], np.float64),
         groups_E=np.array([row.group for row in rows], np.int64),
         lengths_E=np.array([row.tokens for row in rows], np.int64),

@@ -1,12 +1,13 @@
 """The answers to the pages about episodes: the list, one episode with the graph of its turns, and windows of its
-tokens.
+tokens. An answer is a value that becomes JSON.
 
 Log-probabilities beside those of the engine come from two places:
 
     a teacher with an engine           ··▶ columns of the turns, recorded before the step
     the learner, a teacher beside it   ··▶ columns recorded by the step that trained the episode
 
-Shape legend: T tokens of one turn, W tokens of the window that is shown.
+Shape legend: T tokens of one turn, W tokens of the window that is shown, R tokens with recorded routing, L layers, K
+experts of a token in one layer. π is the learner's policy, μ the one that sampled, ν a teacher.
 """
 
 from __future__ import annotations
@@ -36,18 +37,24 @@ MOST_WINDOW = 4096
 MOST_KEPT = 64
 """Largest number of entries of a kept-set, or of a teacher's distribution, that are shown one by one."""
 PREVIEW_TOKENS = 160
+"""Number of tokens of a turn whose text the page of an episode shows at once."""
 EXCERPT_TOKENS = 48
 EXCERPT = 96
 """Length in characters of the excerpt of a prompt or an answer in the list, taken from ``EXCERPT_TOKENS`` tokens."""
 SEARCH_S = 0.6
 """Longest time that one search request reads; the next request continues from there."""
 MOST_FOUND = 25
+"""Largest number of episodes that one search request returns."""
 BLOCK = 64
+"""Number of episodes that a search reads from the ledger at once."""
 MOST_DIGITS = 18
+"""Largest number of digits of a number in a request, so that it fits into 64 bits."""
 
 
 def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
-    """Return one page of the list of episodes, and the total number of episodes that match the filter."""
+    """Return one page of the list of episodes, with excerpts of their texts, and the total number of episodes that
+    match the filter. ``parameters`` are those of the request: ``order``, ``offset``, ``limit``, and the conditions of
+    the filter. Raises :class:`~headrace.base.errors.DataError` for a value that cannot be used."""
     order = parameters.pop("order", "newest")
     if order not in ORDERS:
         raise DataError(f"order={order!r} is none", remedy=f"known: {', '.join(ORDERS)}")
@@ -64,8 +71,9 @@ def listed(run: OpenRun, parameters: dict[str, str]) -> dict[str, Any]:
 
 
 def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, Any]:
-    """Return the episodes whose text contains ``words``, from the latest backwards, as many as are found in
-    :data:`SEARCH_S`. ``before`` is the ``next`` of the previous answer; empty to begin with the latest episode."""
+    """Return the episodes whose text contains ``words``, in any case of letters, from the latest backwards, as many as
+    are found in :data:`SEARCH_S`. The field ``next`` of the answer is where the search has stopped, empty at its end;
+    ``before`` is the ``next`` of the previous answer, empty to begin with the latest episode."""
     needle, until_s = words.casefold(), clock.now() + SEARCH_S
     found: list[dict[str, Any]] = []
     read = 0
@@ -79,14 +87,16 @@ def searched(run: OpenRun, clock: Clock, words: str, before: str) -> dict[str, A
 
 
 def _backwards(browser: Browser, at: EpisodeKey | None) -> Iterator[EpisodeGraph]:
-    """Yield every episode before ``at`` (``None``: every episode), the latest first."""
+    """Yield every episode that comes before the episode ``at`` (``None``: every episode), the latest first."""
     while block := browser.before(at, BLOCK):
         yield from block
         at = block[-1].key
 
 
 def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[str, Any]:
-    """Return one episode: its record in the ledger, its siblings of the group, and its turns without their tokens."""
+    """Return one episode for its page: its record in the ledger, those of the other episodes of its group, and its
+    turns without their tokens. ``name`` is the key ``GROUP.PLACE``. Raises :class:`~headrace.base.errors.DataError` if
+    there is no such episode."""
     key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None:
@@ -118,7 +128,8 @@ def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[s
 def _teacher_summary(
     advantage_cache: EpisodeAdvantages, run: OpenRun, episode: EpisodeGraph, recorded: TeacherColumns, turn: int
 ) -> dict[str, Any]:
-    """Return a summary of what teachers computed for one turn."""
+    """Return a summary of what teachers computed for turn number ``turn``: who scored it, the largest |log ν − log μ|,
+    the number of entries per token, and the range of what the teacher adds to the advantage."""
     teacher_scores, gaps_T = recorded.teacher_scores.get(turn), recorded.teacher_gaps(episode, turn)
     added_T = advantage_cache.teacher_term(run, gaps_T)
     return {
@@ -132,7 +143,9 @@ def _teacher_summary(
 def window(
     run: OpenRun, advantage_cache: EpisodeAdvantages, name: str, turn: int, span: tuple[int, int]
 ) -> dict[str, Any]:
-    """Return up to ``span[1]`` tokens of one turn, beginning at token ``span[0]``, as aligned columns."""
+    """Return the recorded values of some tokens of turn number ``turn`` of the episode ``name``, as columns with one
+    element per token: up to ``span[1]`` tokens, beginning with token ``span[0]``. Columns that were not recorded are
+    left out."""
     first, count = span
     episode, held = _turn_of(run, name, turn)
     tokens = held.tokens
@@ -166,8 +179,9 @@ def window(
 
 
 def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
-    """Return the further records of one token: its kept-set as text, its experts by layer, and its teacher's
-    distribution."""
+    """Return the further records of token number ``place`` of a turn: its kept-set as text, its experts by layer, and
+    its teacher's distribution; what was not recorded is left out. Raises :class:`~headrace.base.errors.DataError` if
+    there is no such token."""
     _, held = _turn_of(run, name, turn)
     tokens = held.tokens
     if not 0 <= place < len(tokens):
@@ -191,21 +205,25 @@ def token(run: OpenRun, name: str, turn: int, place: int) -> dict[str, Any]:
 
 
 def routing_differences(episode: EpisodeGraph) -> list[npt.NDArray[np.int64] | None] | None:
-    """Return, for each turn and token, the number of its experts that a later turn chose differently when it read the
-    token again as context; −1 where only one of the two choices is recorded. Return ``None`` if no token was read
-    again."""
-    found: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
+    """Return how the routing of tokens differed when they were read again: for each turn, and for each of its tokens,
+    how many of the token's experts, over all layers, were not chosen again when a later turn read the token as context;
+    −1 if only one of the two choices is recorded. If several later turns have read it, the last of them counts.
+
+    A turn that was not read again has ``None``; the result is ``None`` if no turn was.
+    """
+    counts: list[npt.NDArray[np.int64] | None] = [None] * len(episode.turns)
     for leaf in episode.leaves():
         path = episode.path(leaf)
-        for place in range(len(path)):
-            for earlier, counts_T in _read_again(episode, path[: place + 1]):
-                found[earlier] = counts_T
-    return found if any(each is not None for each in found) else None
+        for length in range(1, len(path) + 1):
+            for earlier, counts_T in _read_again(episode, path[:length]):
+                counts[earlier] = counts_T
+    return counts if any(counts_T is not None for counts_T in counts) else None
 
 
 def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[int, npt.NDArray[np.int64]]]:
-    """Yield each turn before the last one of ``path`` that was read again as its context, with the number of differing
-    experts of each token."""
+    """Yield, for each turn that the last turn of ``path`` has read as context with recorded routing, the index of that
+    turn, and for each of its tokens the number of experts that differed. ``path`` are indices of turns from the root
+    on."""
     again = episode.turns[path[-1]].context_routing
     before = 0
     for earlier in path[:-1]:
@@ -217,21 +235,26 @@ def _read_again(episode: EpisodeGraph, path: Sequence[int]) -> Iterator[tuple[in
 
 
 def _differing(first: Routing, again: Routing) -> npt.NDArray[np.int64]:
-    """Return for each token how many of its experts differ between two records of its routing, over all layers; -1
-    where one of them is missing."""
+    """Return for each token how many of its experts in ``first``, over all layers, are not among those of the same
+    layer in ``again``; −1 if one of the two is not recorded. The order of the experts does not matter."""
     counts_T = np.full(len(first), -1, np.int64)
     both_T = first.known_T & again.known_T
     places = np.flatnonzero(both_T)
     if len(places) and first.experts_RLK.shape[1:] == again.experts_RLK.shape[1:]:
-        one, two = (np.sort(each.take(places).experts_RLK, axis=-1) for each in (first, again))
-        counts_T[places] = (one != two).sum(axis=(1, 2))
+        before_RLK, after_RLK = (each.take(places).experts_RLK for each in (first, again))
+        counts_T[places] = 0
+        for rank in range(before_RLK.shape[-1]):  # one rank at a time, which bounds the memory of the comparison
+            absent_RL = (before_RLK[..., rank, None] != after_RLK).all(axis=-1)
+            counts_T[places] += absent_RL.sum(axis=1)
     return counts_T
 
 
 def _turn(
     run: OpenRun, index: int, turn: Turn, advantages: Sequence[float] | None, differing: npt.NDArray[np.int64] | None
 ) -> dict[str, Any]:
-    """Return what the page of an episode shows of one turn, without its tokens."""
+    """Return what the page of an episode shows of turn number ``index``, without its tokens. ``advantages`` has one
+    number per turn, or is ``None``; ``differing`` is the number of each token's experts that were not chosen again, or
+    ``None``."""
     tokens = turn.tokens
     return {
         "index": index,
@@ -259,12 +282,15 @@ def _turn(
 
 
 def _row(row: EpisodeRow) -> dict[str, Any]:
+    """Return the record of an episode for the page, with its key ``GROUP.PLACE`` and its age: the version that trained
+    it minus the oldest version that sampled it, ``None`` if it was not trained."""
     age = None if row.step is None or row.oldest is None else row.step - row.oldest
     return {**msgspec.structs.asdict(row), "key": f"{row.group}.{row.place}", "age": age}
 
 
 def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]:
-    """Return the end of an episode's first prompt, and the beginning of its last answer."""
+    """Return two short texts of an episode for the list: the end of its first prompt, and the beginning of its last
+    answer."""
     episode = browser.episode(EpisodeKey(row.group, row.place))
     turns = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if not turn.tokens.num_sampled]
     answers = [] if episode is None else [turn.tokens.ids_T for turn in episode.turns if turn.tokens.num_sampled]
@@ -274,8 +300,8 @@ def _excerpts(run: OpenRun, browser: Browser, row: EpisodeRow) -> dict[str, str]
 
 
 def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] | None:
-    """Return where ``needle`` first stands in the text of an episode, with the text around it; ``None`` if it is not
-    there."""
+    """Return where ``needle``, a text in folded case, first stands in the text of an episode, with the text around it;
+    ``None`` if it is not there."""
     for index, turn in enumerate(episode.turns):
         text = run.words.text(turn.tokens.ids_T.tolist())
         at = text.casefold().find(needle)
@@ -292,8 +318,8 @@ def _match(run: OpenRun, episode: EpisodeGraph, needle: str) -> dict[str, Any] |
 
 
 def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
-    """Return the episode called ``name``, and one of its turns. Raises :class:`~headrace.base.errors.DataError` if
-    there is no such turn."""
+    """Return the episode with the key ``name`` (``GROUP.PLACE``), and its turn number ``turn``. Raises
+    :class:`~headrace.base.errors.DataError` if there is no such turn."""
     key = _parse_key(name)
     episode = run.browser().episode(key)
     if episode is None or not 0 <= turn < len(episode.turns):
@@ -340,25 +366,28 @@ def _parse_key(name: str) -> EpisodeKey:
 
 
 def _range(values: npt.NDArray[Any]) -> tuple[float, float] | None:
+    """Return the smallest and the largest of ``values``; ``None`` if there are none."""
     return (float(values.min()), float(values.max())) if len(values) else None
 
 
 def _finite(value: float) -> float | None:
+    """Return ``value``, or ``None`` in place of NaN and infinity, which JSON does not have."""
     return value if np.isfinite(value) else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TeacherColumns:
-    """The recorded values of one episode, by the index of the turn; turns without a record are left out."""
+    """What the learner and teachers computed for the tokens of one episode, by the index of the turn; turns without a
+    record are left out."""
 
     gaps: Mapping[int, FloatColumn]
     """log π − log μ of each token that carried loss; NaN for the others."""
     teacher_scores: Mapping[int, TeacherScores]
-    """The values that a teacher computed for the tokens, with an engine or beside the learner."""
+    """The log-probabilities that a teacher gave the tokens, by an engine or beside the learner."""
 
     @classmethod
     def of(cls, run: OpenRun, episode: EpisodeGraph) -> TeacherColumns:
-        """Read the recorded values of ``episode``."""
+        """Return the recorded values of ``episode``, read from the ledger of the run."""
         learned = run.browser().learned(episode.key.group)
         served = {
             index: turn.tokens.teacher_scores
@@ -390,5 +419,5 @@ def no_teacher_reason(run: OpenRun, step: int | None) -> str:
 
 
 def max_abs(gaps_T: FloatColumn | None) -> float | None:
-    """Return the largest finite absolute value; ``None`` if there is none."""
+    """Return the largest finite absolute value of ``gaps_T``; ``None`` if it is ``None`` or has no finite value."""
     return None if gaps_T is None or not np.isfinite(gaps_T).any() else float(np.nanmax(np.abs(gaps_T)))

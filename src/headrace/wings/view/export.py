@@ -71,7 +71,8 @@ def write_page(run_dir: Path) -> Path:
 
 
 def answers_of(run: OpenRun, clock: Clock) -> Answers:
-    """Return the answers that the pages request, by their paths under ``/api``."""
+    """Return what the pages request, by its path under ``/api``: the answers for the only run, whose number is 0.
+    ``clock`` limits the time of slow answers."""
     metrics = figures.metrics(run)
     answers: Answers = {
         "overview": figures.overview(run),
@@ -92,8 +93,8 @@ def answers_of(run: OpenRun, clock: Clock) -> Answers:
 
 
 def _windows(run: OpenRun) -> list[dict[str, Any]]:
-    """Return the whole timeline, and in detail the two parts that its page opens with: the end and the middle of the
-    run."""
+    """Return the answers of the timeline: of the whole run, and in detail of the two parts that its page opens with,
+    the end and the middle of the run."""
     whole = timeline(run, "", "", str(STRIP_BINS))
     marks = whole["steps"]
     if len(marks) < 2:
@@ -106,7 +107,8 @@ def _windows(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def _episodes(run: OpenRun) -> Answers:
-    """Return the list of the latest episodes, and each of them with its tokens, up to :data:`EPISODE_BYTES`."""
+    """Return the answers about the latest episodes, by their paths: the list, and each of them with its tokens, as long
+    as they have at most :data:`EPISODE_BYTES` in all."""
     listed = episodes.listed(run, {})
     answers: Answers = {"episodes": listed}
     advantages = EpisodeAdvantages()
@@ -130,7 +132,8 @@ def _episodes(run: OpenRun) -> Answers:
 
 
 def page(answers: Answers) -> bytes:
-    """Return the complete HTML document with ``answers`` embedded in it."""
+    """Return the complete HTML document of the dashboard, in UTF-8, with ``answers``, styles and script embedded in
+    it."""
     static = files("headrace.wings.view") / "static"
     mark = base64.b64encode((static / "mark.svg").read_bytes()).decode("ascii")
     script = bundle({path: (static / "js" / path).read_text(encoding="utf-8") for path in _modules()}, "main.js")
@@ -161,15 +164,18 @@ file."""
 
 
 def _json(answers: Answers) -> str:
+    """Return ``answers`` as JSON in which characters that are unsafe within an HTML file are escaped."""
     text = msgspec.json.encode(answers).decode("utf-8")
     return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def _escaped(text: str) -> str:
+    """Return a text for use in HTML, with control characters made visible, cut to 4000 characters."""
     return html.escape(visible(text, 4000), quote=True)
 
 
 def _modules() -> list[str]:
+    """Return the paths of all ES modules of the page, relative to their folder."""
     root = files("headrace.wings.view") / "static" / "js"
     below = [f"{folder.name}/{each.name}" for folder in root.iterdir() if folder.is_dir() for each in folder.iterdir()]
     return sorted([*below, *(each.name for each in root.iterdir() if each.is_file())])
@@ -197,7 +203,7 @@ def bundle(modules: dict[str, str], main: str) -> str:
     done: set[str] = set()
 
     def write(path: str) -> None:
-        """Write the modules that ``path`` imports, and then itself."""
+        """Append the modules that ``path`` imports and that are not written yet, and then ``path`` itself."""
         done.add(path)
         code = modules[path]
         for found in _IMPORT.finditer(code):
@@ -217,4 +223,5 @@ def bundle(modules: dict[str, str], main: str) -> str:
 
 
 def _name(path: str) -> str:
+    """Return the name of the variable that holds the exports of a module in the script."""
     return "$" + re.sub(r"\W", "_", path.removesuffix(".js"))

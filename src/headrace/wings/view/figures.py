@@ -1,4 +1,6 @@
-"""The answers to the pages about a whole run: overview, steps, flow, system, and several runs side by side."""
+"""The answers to the pages about a whole run: overview, steps, flow, system, and several runs side by side. An answer
+is a value that becomes JSON. A life of a run is the time from one start or resumption to its end; the fates of groups
+are what became of them: trained, dropped or still in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from headrace.wings.view.run import LIVING, OpenRun
 MOST_POINTS = 2000
 """Largest number of points of one series; a longer run is thinned, its first and last step kept."""
 MOST_SERIES = 24
+"""Largest number of series in one request."""
 EVENTS = 60
+"""Number of latest events that the overview shows."""
 RECENT_STEPS = 200
 """Number of latest steps whose ages and fates the flow page shows one by one."""
 
@@ -30,8 +34,20 @@ ELSEWHERE = ("ledger", "age_histogram", "warnings", "verdict", "account")
 """Keys of a summary that other pages show."""
 
 
+OF_TRAINING = (
+    "generated_tok_s",
+    "trained_tok_s",
+    "engine_idle_frac",
+    "learner_idle_frac",
+    "commit_gap_ms",
+    "max_token_age",
+)
+"""Figures of a summary that mean nothing before anything is trained."""
+
+
 def overview(run: OpenRun) -> dict[str, Any]:
-    """Return how the run is doing: state, verdict, figures and notable events."""
+    """Return the answer to the page that shows how the run is doing: state, verdict, figures, notable events and, while
+    it runs, the time left."""
     state = run.state()
     living = state["state"] in LIVING
     live = run.live.tree if living else {}
@@ -53,16 +69,17 @@ def overview(run: OpenRun) -> dict[str, Any]:
 
 
 def series(run: OpenRun, names: Sequence[str]) -> dict[str, Any]:
-    """Return columns over the steps: ``step``, ``wall_s``, and each of ``names`` by its registered name; ``None``
-    where a value was not measured. ``first_s`` is when the first step began, ``lives`` the first step of every life
-    after a resume. Time and generated tokens continue from one life to the next."""
+    """Return columns over the steps: ``step`` (the version that the step made), ``wall_s``, and the metric of each of
+    ``names``; ``None`` where a value was not measured. ``first_s`` is when the first step began, ``lives`` the first
+    version of every life after a resume. Time and generated tokens continue from one life to the next. Raises
+    :class:`~headrace.base.errors.DataError` for more than :data:`MOST_SERIES` names."""
     if len(names) > MOST_SERIES:
         raise DataError(f"{len(names)} series are asked for", remedy=f"ask for {MOST_SERIES} at most")
     return columns(run, names, MOST_POINTS)
 
 
 def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
-    """Return the answer of :func:`series` for any number of names, with ``most`` points each."""
+    """Return the same columns as :func:`series`, for any number of names, with at most ``most`` points each."""
     begun = lives(run.steps)
     steps = _thinned([step for life in _continued(begun) for step in life], most)
     rows = [flat(step) for step in steps]
@@ -76,7 +93,8 @@ def columns(run: OpenRun, names: Sequence[str], most: int) -> dict[str, Any]:
 
 
 def _continued(begun: Sequence[Sequence[StepRecord]]) -> Iterator[list[StepRecord]]:
-    """Yield the lives of a run, with counters that continue where the previous life ended."""
+    """Yield the steps of each life of a run, with wall time and generated tokens that continue where the previous life
+    ended. ``begun`` are the steps of each life as recorded, in which both begin at 0."""
     wall_s, tokens = 0.0, 0
     for place, life in enumerate(begun):
         later_s = wall_s - _began_s(life[0]) if place else 0.0
@@ -114,7 +132,9 @@ def metrics(run: OpenRun) -> list[dict[str, Any]]:
 
 
 def flow(run: OpenRun) -> dict[str, Any]:
-    """Return what became of everything that was submitted, and the ages of the trained tokens."""
+    """Return the answer to the flow page: what became of all groups, episodes and tokens that were submitted, and the
+    ages of the trained tokens, in all and by step. Where the ledger cannot be read, the fates are those of the
+    summary."""
     steps = run.steps
     before: list[StepRecord | None] = [None, *steps]
     recent = list(zip(before[:-1], steps, strict=True))[-RECENT_STEPS:]
@@ -137,8 +157,8 @@ def flow(run: OpenRun) -> dict[str, Any]:
 
 
 def system(run: OpenRun) -> dict[str, Any]:
-    """Return the run's processes, their devices, and, while the run is alive on this machine, their use of
-    resources."""
+    """Return the answer to the system page: the run's processes, their devices, its settings and, while the run is
+    alive on this machine, their use of memory and processors."""
     state, status = run.state(), run.status.tree
     living = state["state"] in LIVING
     parts = [part for part in status.get("components") or [] if isinstance(part, dict)]
@@ -165,7 +185,8 @@ def _is_here(part: dict[str, Any]) -> bool:
 
 
 def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
-    """Return the runs side by side: their figures, and the settings in which they differ."""
+    """Return the answer to the page that compares runs: the state, verdict and figures of each, and the settings in
+    which they differ."""
     settings = [_leaves(run.config.tree) for run in runs]
     names = sorted({name for tree in settings for name in tree})
     differing = [name for name in names if len({str(tree.get(name)) for tree in settings}) > 1]
@@ -185,19 +206,21 @@ def compared(runs: Sequence[OpenRun]) -> dict[str, Any]:
 
 
 def _figures(run: OpenRun, living: bool) -> dict[str, Any]:
-    """Return the summary of the run; for a run that is running or was killed, figures from its steps and latest
-    account."""
+    """Return the figures of a run by name: from its summary if it has ended; otherwise (``living``, or killed without a
+    summary) from its steps and its latest account, the record of where its time went."""
     steps = run.steps
     from_steps = observed(steps, steps[-1].wall_s if steps else 0.0)
     if run.summary.tree and not living:
-        return {**from_steps, **run.summary.tree}
+        unknown = dict.fromkeys(OF_TRAINING) if run.summary.tree.get("tokens_trained") == 0 else {}
+        return {**from_steps, **run.summary.tree, **unknown}
     account = recorded_account(run.live.tree)
     return from_steps if account is None else {**from_steps, **account.figures()}
 
 
 def _verdict(run: OpenRun, living: bool) -> str:
-    """Return the run's own latest verdict; for a run that was killed before its first, one that is computed from its
-    trace."""
+    """Return what holds the run up, in words: its own latest verdict or, for a run that was killed before its first,
+    one that is computed from its trace. Return an empty text where there is none. ``living`` says whether the run is
+    running."""
     sources = (run.live.tree, run.summary.tree) if living else (run.summary.tree, run.live.tree)
     found = next((str(tree["verdict"]) for tree in sources if tree.get("verdict")), "")
     if found or living or not run.steps:
@@ -206,8 +229,8 @@ def _verdict(run: OpenRun, living: bool) -> str:
 
 
 def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
-    """Return the ages of a step's tokens, the queue at its end, and the groups that were dropped since the previous
-    step."""
+    """Return what the flow page shows of one step: the ages of its tokens, the queue at its end, and the groups that
+    were dropped since the step before, ``earlier`` (``None`` for the first)."""
     before = {} if earlier is None else earlier.dropped_groups
     dropped = {reason: count - before.get(reason, 0) for reason, count in step.dropped_groups.items()}
     return {
@@ -220,12 +243,15 @@ def _of_step(earlier: StepRecord | None, step: StepRecord) -> dict[str, Any]:
 
 
 def _survivors(browser: Browser) -> dict[str, Any] | None:
+    """Return how the lengths of trained episodes compare with those of all decided episodes, and whether the trained
+    ones are a biased selection; ``None`` if nothing has been trained."""
     bias = survivors(browser.lengths())
     return None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased}
 
 
 def _fates(found: Conservation) -> dict[str, Any]:
-    """Return, for groups, episodes and tokens, how many were submitted and what became of them."""
+    """Return, for groups, episodes and tokens, how many were submitted and what became of them. ``balance`` is what is
+    unaccounted for, 0 in a sound ledger."""
     units: dict[str, UnitCounts] = {"groups": found.groups, "episodes": found.episodes, "tokens": found.tokens}
     return {
         name: {
@@ -240,8 +266,8 @@ def _fates(found: Conservation) -> dict[str, Any]:
 
 
 def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Return the fates that a summary records, each with its unaccounted difference; ``None`` if a number is
-    missing."""
+    """Return the fates in the form of :func:`_fates`, from the section ``ledger`` of a summary; the ``balance`` is
+    ``None`` if a number is missing."""
     fates = {}
     for name, counts in recorded.items():
         if not isinstance(counts, dict):
@@ -255,7 +281,8 @@ def _fates_of_summary(recorded: dict[str, Any]) -> dict[str, Any]:
 
 
 def _usage(pid: object) -> dict[str, Any]:
-    """Return the memory, processor time and threads of a process; nothing if it has ended."""
+    """Return the memory, processor time and threads of the process with this id; empty if it has ended or the id is no
+    number."""
     if not isinstance(pid, int):
         return {}
     try:
@@ -280,7 +307,8 @@ def _thinned(steps: Sequence[StepRecord], most: int = MOST_POINTS) -> list[StepR
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of a nested dictionary by their dotted names."""
+    """Return the values of a nested dictionary by their names with dots, such as ``flow.max_age``. ``prefix`` is put
+    before every name."""
     found: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, dict):
@@ -291,8 +319,10 @@ def _leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _texts(value: object) -> list[str]:
+    """Return the elements of a list, read from a file of a run, as texts; empty if it is no list."""
     return [str(each) for each in _listed(value)]
 
 
 def _listed(value: object) -> Iterable[Any]:
+    """Return ``value`` if it is a list or a tuple; otherwise an empty one."""
     return value if isinstance(value, list | tuple) else ()

@@ -1,4 +1,5 @@
-"""Readers of JSON files that another process writes: one that is appended to, and one that is replaced."""
+"""Readers of JSON files that another process writes: one that is appended to, and one that is replaced. The dashboard
+follows the files of a run with them."""
 
 from __future__ import annotations
 
@@ -29,6 +30,7 @@ class Tail(Generic[R]):
     """
 
     def __init__(self, path: Path, kind: type[R]) -> None:
+        """Follow the file ``path``, whose lines are records of the type ``kind``; the file may not exist yet."""
         self._path = path
         self._decoder = msgspec.json.Decoder(kind)
         self._kind = kind
@@ -39,7 +41,8 @@ class Tail(Generic[R]):
         """Why a part of the file could not be read; empty if there was no problem."""
 
     def read(self) -> list[R]:
-        """Return the new records; an invalid line is skipped and described in :attr:`problem`."""
+        """Return the records that were added since the last call; empty if there are none. An invalid line is skipped
+        and described in :attr:`problem`. At most 32 MiB are read at once: call again until nothing is returned."""
         self.restarted = False
         try:
             with self._path.open("rb") as file:
@@ -62,14 +65,15 @@ class Tail(Generic[R]):
         return self._decode(whole)
 
     def _decode(self, lines: bytes) -> list[R]:
-        """Decode lines of the file, and leave out those that are damaged."""
+        """Return the records of complete lines, without those of damaged lines."""
         try:
             return self._decoder.decode_lines(lines)
         except (msgspec.DecodeError, UnicodeDecodeError):
             return [record for line in lines.splitlines() if line.strip() for record in self._one(line)]
 
     def _one(self, line: bytes) -> list[R]:
-        """Return the record of a line as a list; an empty one, with a note of the problem, if the line is damaged."""
+        """Return the record of a line as a list; an empty list, with a note in :attr:`problem`, if the line is
+        damaged."""
         try:
             return [self._decoder.decode(line)]
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -78,6 +82,7 @@ class Tail(Generic[R]):
 
 
 MOST_OBJECT_BYTES = 64 << 20
+"""Largest size of a file with one object that is read."""
 
 
 class JsonFile:
@@ -91,6 +96,7 @@ class JsonFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Follow the file ``path``, which may not exist yet."""
         self._path = path
         self._stamp: tuple[int, int] | None = None
         self._tree: dict[str, Any] = {}

@@ -1,4 +1,6 @@
-"""An index of the spans of a run in columns, which answers queries for any window of time at any resolution.
+"""An index of the spans of a run in columns, which answers queries for any window of time at any resolution. A span is
+what one part of the run did between two moments; a lane holds the spans of one part, such as an engine, as a row of the
+timeline.
 
 Shape legend: S spans of one lane, U disjoint intervals that they cover, B bins of time.
 """
@@ -17,7 +19,9 @@ from headrace.base.types.trace import Span
 from headrace.run.observe.trace import is_wait
 
 Column = npt.NDArray[np.float64]
+"""Times in seconds, or fractions."""
 Places = npt.NDArray[np.int64]
+"""Indices of spans."""
 
 LANES = ("engine", "learner", "controller", "environment", "scoring", "sync", "ledger", "rollout")
 """The usual lanes in the order in which they are shown; others follow, sorted by name."""
@@ -25,6 +29,7 @@ MOST_SPANS = 600
 """Largest number of spans of a lane's window that are shown one by one; with more, the fraction of each bin that they
 fill is shown."""
 MOST_LANES = 32
+"""Largest number of lanes that are shown; further ones are left out."""
 RESET_S = 60.0
 """A span that ends this many seconds before an earlier one, in a run whose clock was reset, belongs to the new clock:
 spans of one life are written within seconds of their end."""
@@ -32,12 +37,16 @@ spans of one life are written within seconds of their end."""
 
 @dataclass(slots=True)
 class _Kind:
-    """The spans of one lane that have the same name."""
+    """The spans of one lane that have the same name, in columns; times are in seconds."""
 
     waits: bool
+    """Whether these spans are time in which the lane waited, rather than worked."""
     starts: list[float] = field(default_factory=list)
+    """Start of each span, in the order in which they were added."""
     ends: list[float] = field(default_factory=list)
+    """End of each span."""
     steps: list[int] = field(default_factory=list)
+    """Step of each span."""
     owners: list[EpisodeKey | None] = field(default_factory=list)
     """Episode of each span, if it has one."""
     columns: tuple[Column, Column, Places] | None = None
@@ -54,7 +63,8 @@ class _Kind:
         self.columns = self.covered = None
 
     def sorted(self) -> tuple[Column, Column, Places]:
-        """Return the starts and ends of the spans in the order of their starts, and the permutation that sorts them."""
+        """Return the starts and ends of the spans in the order of their starts, and the index of each in the order in
+        which they were added."""
         if self.columns is None:
             starts_S, ends_S = np.array(self.starts), np.array(self.ends)
             order = np.argsort(starts_S, kind="stable")
@@ -62,7 +72,7 @@ class _Kind:
         return self.columns
 
     def union(self) -> tuple[Column, Column]:
-        """Return the starts and ends of the disjoint intervals that the spans cover."""
+        """Return the starts and ends of the disjoint intervals that the spans cover together, in order."""
         if self.covered is None:
             starts_S, ends_S, _ = self.sorted()
             self.covered = merge_intervals(starts_S, ends_S)
@@ -70,7 +80,7 @@ class _Kind:
 
 
 def merge_intervals(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
-    """Return the union of intervals that are sorted by their starts, as disjoint intervals.
+    """Return the union of intervals, given as starts and ends and sorted by their starts, as disjoint intervals.
 
     >>> [edges.tolist() for edges in merge_intervals(np.array([0.0, 1.0, 3.0]), np.array([2.0, 2.5, 4.0]))]
     [[0.0, 3.0], [2.5, 4.0]]
@@ -83,7 +93,8 @@ def merge_intervals(starts_S: Column, ends_S: Column) -> tuple[Column, Column]:
 
 
 def fill_fractions(union: tuple[Column, Column], edges_B: Column) -> Column:
-    """Return the fraction of each bin that a union of intervals covers; it has one element fewer than ``edges_B``.
+    """Return the fraction of each bin of time that a union of disjoint intervals (starts and ends) covers. The bins lie
+    between neighbouring ``edges_B``, so that the result has one element fewer.
 
     >>> fill_fractions((np.array([0.5]), np.array([2.0])), np.array([0.0, 1.0, 2.0, 3.0])).tolist()
     [0.5, 1.0, 0.0]
@@ -137,34 +148,38 @@ class LaneIndex:
         return sum(len(kind.starts) for kind in self._kinds.values())
 
     def lanes(self) -> list[str]:
-        """Return the names of the lanes: engines first, then the usual ones, then others by name."""
+        """Return the names of the lanes in the order in which they are shown: engines first, then the usual ones, then
+        others by name; at most :data:`MOST_LANES`."""
         present = {lane for lane, _ in self._kinds}
         known = [lane for lane in LANES if lane in present]
         engines = sorted(lane for lane in present - set(known) if lane.startswith("engine"))
         return (engines + known + sorted(present - set(known) - set(engines)))[:MOST_LANES]
 
     def extent(self) -> tuple[float, float] | None:
-        """Return the first start and the last end; ``None`` without spans."""
+        """Return the first start and the last end of all spans, in seconds; ``None`` without spans."""
         if not self._kinds:
             return None
         kinds = self._kinds.values()
         return min(min(kind.starts) for kind in kinds), max(max(kind.ends) for kind in kinds)
 
     def busy(self, lane: str, within: tuple[float, float]) -> float:
-        """Return the fraction of ``within`` in which the lane worked."""
+        """Return the fraction of the time ``within`` (start and end) in which the lane worked, waiting excluded; 0 if
+        ``within`` is empty."""
         return float(fill_fractions(self._busy_of(lane), np.array(within))[0]) if within[0] < within[1] else 0.0
 
     def busy_s(self, lane: str, pieces: Sequence[tuple[float, float]]) -> float:
-        """Return how many seconds the lane worked in all of ``pieces``."""
+        """Return how many seconds the lane worked in all intervals of ``pieces`` together."""
         return sum(self.busy(lane, piece) * (piece[1] - piece[0]) for piece in pieces)
 
     def window(self, edges_B: Column) -> list[dict[str, Any]]:
-        """Return what every lane did in the bins between the increasing ``edges_B``: for each name of spans either the
-        spans one by one, or the fraction of each bin that they fill."""
+        """Return what every lane did in the bins between the increasing ``edges_B`` (seconds), as JSON objects: for
+        each name of spans either the spans one by one or, if a lane has many, the fraction of each bin that they
+        fill."""
         return [self._lane(lane, edges_B) for lane in self.lanes()]
 
     def _lane(self, lane: str, edges_B: Column) -> dict[str, Any]:
-        """Return the JSON object of what a lane did between the first and the last of the bins' edges."""
+        """Return the JSON object of what a lane did between the first and the last of the bins' edges ``edges_B``, in
+        seconds."""
         within = float(edges_B[0]), float(edges_B[-1])
         names = sorted(name for owner, name in self._kinds if owner == lane)
         inside = {name: _overlapping(self._kinds[lane, name], within) for name in names}
@@ -189,7 +204,7 @@ class LaneIndex:
         return part
 
     def _busy_of(self, lane: str) -> tuple[Column, Column]:
-        """Return the starts and ends of the disjoint intervals in which a lane worked."""
+        """Return the starts and ends of the disjoint intervals in which a lane worked, waiting excluded."""
         if lane not in self._busy_union:
             parts = [kind.sorted() for (owner, _), kind in self._kinds.items() if owner == lane and not kind.waits]
             starts, ends = _concatenated([part[0] for part in parts]), _concatenated([part[1] for part in parts])
@@ -199,11 +214,13 @@ class LaneIndex:
 
 
 def _overlapping(kind: _Kind, within: tuple[float, float]) -> Places:
-    """Return the indices of the spans, in order of start, that overlap the window ``within``."""
+    """Return the indices of those spans of ``kind``, in the order of their starts, that overlap the window
+    ``within``."""
     starts_S, ends_S, _ = kind.sorted()
     until = int(np.searchsorted(starts_S, within[1]))
     return np.flatnonzero(ends_S[:until] > within[0])
 
 
 def _concatenated(columns: Sequence[Column]) -> Column:
+    """Return the columns one after the other as one; an empty column for none."""
     return np.concatenate(columns) if columns else np.zeros(0)

@@ -1,5 +1,6 @@
-"""The outlier tokens of a step: those for which the log-probabilities of engine and learner differ most, or, if the
-learner's were not recorded, those with the smallest log-probability. A ratio or loss that diverges starts with these.
+"""The outlier tokens of a step: those for which the log-probabilities of engine (log μ) and learner (log π) differ
+most, or, if the learner's were not recorded, those with the smallest log-probability. A ratio or loss that diverges
+starts with these.
 
 Shape legend: T tokens of one turn.
 """
@@ -20,15 +21,19 @@ from headrace.flow.ledger.browse import EpisodeQuery, EpisodeRow
 from headrace.wings.view.run import OpenRun
 
 MOST = 20
+"""Number of tokens that are shown."""
 OF_ONE_TURN = 5
 """Largest number of candidates from one turn."""
 LOOK_S = 1.0
 """Longest time that one request reads; a larger step is read in part, and the answer says so."""
 MOST_EPISODES = 20_000
+"""Largest number of episodes of one step that are considered."""
 
 
 def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
-    """Return the sampled tokens that ``step`` trained with the greatest |log π − log μ|, or with the smallest log μ."""
+    """Return the outlier tokens of ``step``, the worst first: those with the greatest |log π − log μ| (learner minus
+    engine) or, where the learner's log-probabilities were not recorded, those with the smallest log μ. The answer says
+    how many of the step's episodes were read within :data:`LOOK_S`."""
     rows = run.browser().page(EpisodeQuery(step=step), order="oldest", limit=MOST_EPISODES)
     scored = [row for row in rows if row.status == "scored"]
     until_s = clock.now() + LOOK_S
@@ -51,8 +56,9 @@ def outliers(run: OpenRun, clock: Clock, step: int) -> dict[str, Any]:
 def _candidates(
     episode: EpisodeGraph, row: EpisodeRow, gaps: Mapping[int, FloatColumn] | None
 ) -> list[tuple[float, tuple[int, int, int, int], dict[str, Any]]]:
-    """Return the least likely tokens of an episode (with ``gaps``, those with the largest difference of engine and
-    learner), each with its rank, its place for the order of equal ranks, and what the page shows of it."""
+    """Return up to :data:`OF_ONE_TURN` outlier tokens of each turn of an episode: those with the largest difference in
+    ``gaps`` (log π − log μ by the index of the turn) or, if that is ``None``, the least likely. Each comes with its
+    rank (smaller is worse), its place, by which equal ranks are ordered, and what the page shows of it."""
     found = []
     for index, turn in enumerate(episode.turns):
         tokens = turn.tokens
@@ -84,6 +90,7 @@ def _candidates(
 
 
 def _with_text(run: OpenRun, detail: dict[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a token, with its text and the text before it in place of ids."""
     before = detail.pop("before")
     words = run.words.pieces([*before, detail["id"]])
     return {**detail, "text": words[-1], "around": "".join(words[:-1])}

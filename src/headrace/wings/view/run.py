@@ -1,4 +1,5 @@
-"""The files of one run directory, kept open: they are read further as they grow, for every page of the dashboard."""
+"""The files of one run directory, kept open: they are read further as they grow, for every page of the dashboard. A
+life of a run is the time from one start or resumption to its end."""
 
 from __future__ import annotations
 
@@ -30,19 +31,23 @@ difference between the clocks of two machines that is larger than this is report
 LIVING = ("starting", "running")
 """The states of a run that is still running."""
 MOST_EVENTS = 500
+"""Number of latest events that are kept."""
 MOST_CACHED = 64
+"""Largest number of cached results of one run."""
 CACHE_FACTOR = 20.0
 """A cached result is kept for this many times as long as it took to compute."""
 _RUN_FILES = (METRICS_FILE, TRACE_FILE, CONFIG_FILE, "status.json", "summary.json", SQLITE_FILE, REDIS_FILE)
 
 
 class OpenRun:
-    """The run in ``directory``. Every method may be called from any thread.
+    """The run in ``directory``, as the dashboard reads it: its steps, events, spans, state and ledger. Nothing is
+    written there. Every method may be called from any thread.
 
     Raises :class:`~headrace.base.errors.DataError` if the directory holds no run.
     """
 
     def __init__(self, directory: Path, clock: Clock) -> None:
+        """Open the run in ``directory``; ``clock`` tells how old its status is."""
         refuse_no_run(directory)
         self.directory = directory
         self._clock = clock
@@ -76,7 +81,7 @@ class OpenRun:
 
     @property
     def about(self) -> str:
-        """Return one line with the model, the dataset and the reward of the run."""
+        """Return one line for people with the model, the dataset and the reward of the run."""
         return run_about(self.config.tree)
 
     @property
@@ -108,7 +113,8 @@ class OpenRun:
 
     @contextmanager
     def lanes(self) -> Iterator[LaneIndex]:
-        """Yield the index of all spans; it does not change while the body runs."""
+        """Yield the index of the run's spans, what its parts did when, up to now; it does not change while the body
+        runs."""
         with self._lock:
             resets = clock_resets(self.steps)
             if resets != self._resets:
@@ -121,7 +127,8 @@ class OpenRun:
             yield self._lanes
 
     def browser(self) -> Browser:
-        """Return a reader of the run's ledger.
+        """Return the reader of the run's ledger. It is opened again if the file was replaced, or if a run began or
+        ended writing it.
 
         Raises :class:`~headrace.base.errors.LedgerError` if the ledger cannot be read.
         """
@@ -136,7 +143,8 @@ class OpenRun:
             return self._browser[1]
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the run, the cause of its end, and its progress."""
+        """Return the state of the run (``starting``, ``running``, ``finished``, ``stopped``, ``failed``, ``killed`` or
+        ``unknown``), its phase while it runs, the cause of its end, and its progress in steps."""
         status, summary, steps = self.status.tree, self.summary.tree, self.steps
         living = self._lives(status)
         ended = str(summary.get("status") or self._without_summary(status))
@@ -152,7 +160,9 @@ class OpenRun:
         }
 
     def _without_summary(self, status: dict[str, Any]) -> str:
-        """Return the state of a run that is not known to live and has no summary."""
+        """Return the state of a run that has no fresh ``status`` and no summary. If a process still holds the lock of
+        the directory, it is ``stopped`` with a status and ``starting`` without; otherwise ``killed`` with a status,
+        ``failed`` if there is only a lock file, and ``unknown`` without one."""
         if is_held(self.directory):
             return "stopped" if status else "starting"
         if status:
@@ -160,7 +170,8 @@ class OpenRun:
         return "failed" if (self.directory / LOCK_FILE).exists() else "unknown"
 
     def notes(self) -> list[str]:
-        """Return a sentence for each file that cannot be read or is missing, and for each figure that may be wrong."""
+        """Return a sentence for each file that cannot be read or is missing, and for each figure that may be wrong, for
+        the user."""
         with self.lanes():
             notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
         notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
@@ -183,14 +194,15 @@ class OpenRun:
         return [note for note in notes if note]
 
     def stamp(self) -> tuple[object, ...]:
-        """Return a value that differs from earlier ones whenever something changed on disk."""
+        """Return a value that differs from earlier ones whenever a file of the run has changed. The server compares it
+        to know when pages must be told."""
         files = (self.summary, self.status, self.live)
         return (*(_size(self.directory / name) for name in (*_RUN_FILES, EVENTS_FILE)), *(file.stamp for file in files),
                 _size(self.directory / f"{SQLITE_FILE}-wal"))  # fmt: skip
 
     def cached(self, key: str, work: Callable[[], T]) -> T:
-        """Return ``work()``, or its earlier result while that is fresh: slow results are not recomputed at every
-        request while a run writes."""
+        """Return the result of ``work``, or an earlier result under the same ``key`` while that is fresh: slow results
+        are not computed again at every request while a run writes."""
         with self._lock:
             until_s, found = self._cache.get(key, (0.0, None))
             began_s = self._clock.now()
@@ -205,7 +217,7 @@ class OpenRun:
         return result
 
     def setting(self, section: str, key: str) -> Any:
-        """Return one value of the run's configuration; ``None`` if it is not set."""
+        """Return the value of ``key`` in ``section`` of the run's settings; ``None`` if it is not set."""
         return self.config.section(section).get(key)
 
     def close(self) -> None:
@@ -216,13 +228,15 @@ class OpenRun:
                 self._browser = None
 
     def _lives(self, status: dict[str, Any]) -> bool:
+        """Return whether the run is running, by its ``status``: it is fresh, and the controller has not ended."""
         written, parts = status.get("written_s"), status.get("components")
         controller = parts[0] if isinstance(parts, list) and parts and isinstance(parts[0], dict) else {}
         return isinstance(written, int | float) and self._is_fresh(written) and controller.get("state") != "ended"
 
     def _is_fresh(self, written_s: float) -> bool:
-        """Return whether a status is recent: by the clocks of both machines at first, by ours alone once a newer one
-        arrived."""
+        """Return whether a status that was written at ``written_s`` (seconds since 1970, by the run's machine) is
+        recent: at first by comparing the clocks of both machines; once a newer status has arrived while the dashboard
+        is open, by this machine's clock alone."""
         with self._lock:
             now_s = self._clock.now()
             if self._latest_status is None or self._latest_status[0] != written_s:
@@ -233,8 +247,8 @@ class OpenRun:
             return abs(self._clock.wall() - written_s) < FRESH_S
 
     def _skew(self) -> str:
-        """Return a note on how far the clock of the run's machine is from ours; empty if it is close or the run has
-        ended."""
+        """Return a note for the user on how far the clock of the run's machine is from this machine's; empty if it is
+        close, if the run has ended, or if that cannot be told yet."""
         written = self.status.tree.get("written_s")
         if not self._status_advanced or not self._lives(self.status.tree) or not isinstance(written, int | float):
             return ""
@@ -248,8 +262,8 @@ class OpenRun:
 
 
 def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[StepRecord]:
-    """Append fresh records of steps. A step that was repeated after a resumption replaces the earlier record, and those
-    after it."""
+    """Append the records ``fresh`` to ``steps``, and return ``steps``. A step that was repeated after a resumption
+    replaces the earlier record of it, and those after it."""
     for record in fresh:
         while steps and steps[-1].step >= record.step:
             steps.pop()
@@ -269,8 +283,8 @@ def refuse_no_run(directory: Path) -> None:
 
 
 def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
-    """Return the run directories that the user means: each of ``directories`` if it is one, or else the runs one or
-    two levels below it, the latest first.
+    """Return the run directories that the user means: each of ``directories`` if it is one, or else the runs one or two
+    levels below it, the latest first; at most ``most`` in all.
 
     Raises :class:`~headrace.base.errors.DataError` if there is no run.
     """
@@ -289,6 +303,7 @@ def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
 
 
 def _is_run(directory: Path) -> bool:
+    """Return whether a directory holds a run: whether it has a file that only runs write."""
     return any((directory / name).exists() for name in _RUN_FILES)
 
 
@@ -299,7 +314,7 @@ def changed_s(directory: Path) -> float:
 
 
 def _mtime(path: Path) -> float:
-    """Return the time at which a file was changed, in seconds; 0 if it does not exist."""
+    """Return the time at which a file was changed, in seconds since 1970; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:

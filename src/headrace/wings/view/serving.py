@@ -21,20 +21,20 @@ from headrace.wings.view.auth import ViewAuth
 
 
 class AppOf(Protocol):
-    """A function that returns what is served, behind its token."""
+    """A function that returns the application to serve, such as the dashboard of runs, for a token that is chosen when
+    the server starts."""
 
     def __call__(self, *, token: str, secure: bool, ending: Callable[[], bool]) -> ViewAuth:
-        """Return the application. Its event streams end once ``ending()`` is true; ``secure`` says that it is reached
-        over TLS only."""
+        """Return the application, to which every request must carry ``token``. Its event streams end once ``ending()``
+        is true; ``secure`` says that it is reached over TLS only."""
         ...
 
 
 def serve(app_of: AppOf, config: ViewConfig, *, report: Callable[[str], None]) -> None:
-    """Serve a dashboard until Ctrl-C or SIGTERM; ``report`` is called with the address to open, which includes the
-    token.
+    """Serve the dashboard that ``app_of`` returns until Ctrl-C or SIGTERM; ``report`` is called with the address to
+    open, which includes the token.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or the certificate cannot be
-    used.
+    Raises :class:`~headrace.base.errors.ConfigError` if the address cannot be bound or the certificate cannot be used.
     """
     config = config if config.token else replace(config, token=secrets.token_urlsafe(18))
     if config.tls_certificate:
@@ -46,7 +46,7 @@ def serve(app_of: AppOf, config: ViewConfig, *, report: Callable[[str], None]) -
 
 
 def make_server(app_of: AppOf, config: ViewConfig) -> HttpServer:
-    """Return the HTTP server of a dashboard; Ctrl-C ends it."""
+    """Return the HTTP server of the application that ``app_of`` returns; Ctrl-C ends it."""
     limits = ShellLimits(tls_certificate=config.tls_certificate, tls_key=config.tls_key)
     app = app_of(token=config.token, ending=lambda: server.should_exit, secure=bool(config.tls_certificate))
     server = HttpServer(app, limits, own_logging=True, takes_signals=True)
@@ -95,7 +95,8 @@ def bind(config: ViewConfig) -> socket.socket:
 
 
 def address(listening: socket.socket, config: ViewConfig) -> str:
-    """Return the URL to open, with the token."""
+    """Return the URL to open in a browser, with the token, for the socket ``listening``. If the server listens on all
+    addresses of this machine, the URL has the machine's host name."""
     port = listening.getsockname()[1]
     named = config.host if config.host not in ("0.0.0.0", "::") else socket.gethostname()
     host = f"[{named}]" if ":" in named else named
@@ -103,11 +104,12 @@ def address(listening: socket.socket, config: ViewConfig) -> str:
 
 
 DEFAULT_PORT = 8321
+"""The port of the dashboard, unless another one is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ViewConfig:
-    """Settings of the dashboard's server."""
+    """Settings of the dashboard's server, from the command line."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -121,6 +123,8 @@ class ViewConfig:
     """PEM file with the key of the certificate."""
 
     def __post_init__(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for an impossible port, an empty host, and a certificate
+        without its key."""
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port {self.port} is not a port", remedy="give 0 (a free one) to 65535")
         if not self.host:

@@ -1,10 +1,11 @@
-"""The page about a server of the Tinker protocol: its tenants, their queues, and what each token was.
+"""The page that shows a server of the Tinker protocol: its tenants (adapters in training), their queues, and the tokens
+that were sampled and trained.
 
     /api/tenants                   tenants, waiting requests, the last samples
     /api/tenants/samples/N         one sampled sequence: text, log-probability and version of each token
     /api/tenants/trained/MODEL     the data of the model's last forward_backward requests
 
-The server's state directory is read, and nothing is asked of the server.
+The records are read from the server's state directory; no requests are sent to the server.
 """
 
 from __future__ import annotations
@@ -27,24 +28,28 @@ from headrace.wings.view.text import DirectoryTokenizer
 def make_tenants_app(
     records: ServerRecords, *, clock: Clock, token: str, secure: bool, ending: Callable[[], bool]
 ) -> ViewAuth:
-    """Return the page about the server as an ASGI application; see
-    :class:`headrace.wings.view.serving.AppOf`. It has no event stream that ``ending`` would end."""
+    """Return the ASGI application that serves the page about a server, with its JSON API. ``records`` reads the state
+    of the server, and ``clock`` tells the present time. Every request must carry ``token``; ``secure`` says that the
+    application is reached over TLS only. ``ending``, an argument of every
+    :class:`headrace.wings.view.serving.AppOf`, is not used, because the application has no event streams to end."""
     texts = _Texts(records)
 
     def tenants(_: Request) -> Response:
+        """Answer with the tenants, the waiting requests and the last samples, as of now."""
         now_s = clock.wall()
         lists = {"tenants": records.tenants(now_s), "queue": records.queue(now_s), "samples": records.samples()}
         return answered({"directory": str(records.directory), "now_s": now_s, **lists})
 
     def sample(request: Request) -> Response:
-        """Answer with one sampled answer, its tokens as pieces of text."""
+        """Answer with the sampled sequence whose number is in the path, its tokens as pieces of text."""
         found = records.sample(request.path_params["number"])
         pieces = texts.of(found["base"], [*found["prompt"], *found["ids"]])
         first = len(found["prompt"])
         return answered({**found, "prompt_text": "".join(pieces[:first]), "pieces": pieces[first:]})
 
     def trained(request: Request) -> Response:
-        """Answer with the data that a model was trained on, its target tokens as pieces of text."""
+        """Answer with the data of the last training requests of the model in the path, their target tokens as pieces of
+        text."""
         model = request.path_params["model"]
         base = next((each["base"] for each in records.tenants(clock.wall()) if each["model"] == model), "")
         data = records.trained(model)
@@ -59,24 +64,26 @@ def make_tenants_app(
 
 
 class _Texts:
-    """The texts of tokens, by the tokenizer of the base that sampled them."""
+    """Turns token ids into text by the tokenizer of the base model that sampled them; each tokenizer is loaded once."""
 
     def __init__(self, records: ServerRecords) -> None:
+        """``records`` tell the directory of each base model."""
         self._records = records
         self._of: dict[str, DirectoryTokenizer] = {}
 
     def of(self, base: str, ids: Sequence[int]) -> list[str]:
-        """Return the text of each of ``ids``."""
+        """Return the text of each of ``ids``, tokens of the base model that is called ``base``."""
         if base not in self._of:
             self._of[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
         return self._of[base].pieces(ids)
 
 
 def _first(targets: Sequence[Any]) -> list[int]:
-    """Return the target of each position, the first where there are several."""
+    """Return one target token for each position of a sequence: the first where a position has a list of several."""
     return [each[0] if isinstance(each, list) else each for each in targets]
 
 
 def _page(_: Request) -> Response:
+    """Return the HTML page about the server."""
     page = files("headrace.wings.view") / "static" / "tenants.html"
     return Response(page.read_bytes(), media_type="text/html")

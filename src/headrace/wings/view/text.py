@@ -1,4 +1,4 @@
-"""The text of token ids, token by token."""
+"""The text of token ids, token by token, for the pages that show tokens."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ BEFORE = 16
 """Number of tokens before a window that are decoded with it, because they may change the text of its first tokens."""
 
 Decode = Callable[[Sequence[int]], str]
+"""A function from token ids to their text."""
 
 
 class DirectoryTokenizer:
     """A decoder of token ids with the tokenizer of a model directory, which is loaded at the first use."""
 
     def __init__(self, model_dir: str) -> None:
+        """``model_dir`` is the directory or the hub name of the model; empty if it is unknown."""
         self._model_dir = model_dir
         self._decode: Decode | None = None
         self.problem = ""
         """Why there is no text; empty if there is, or the tokenizer has not been loaded yet."""
 
     def pieces(self, ids: Sequence[int], first: int = 0, last: int | None = None) -> list[str]:
-        """Return the text that each of the tokens ``first`` to ``last`` adds. A token with only a part of a character
-        adds nothing: the token that completes the character adds it. Without a tokenizer, every piece is the token's
-        id."""
+        """Return the text that each of the tokens ``ids[first:last]`` adds (``last=None``: to the end). A token with
+        only a part of a character adds nothing: the token that completes the character adds it. Without a tokenizer,
+        every piece is the token's id."""
         decode = self._loaded()
         last = len(ids) if last is None else last
         if decode is None:
@@ -40,7 +42,7 @@ class DirectoryTokenizer:
         return pieces[first - begin :]
 
     def text(self, ids: Sequence[int]) -> str:
-        """Return the text of all ids together."""
+        """Return the text of all ids together; without a tokenizer, the ids themselves."""
         decode = self._loaded()
         return " ".join(map(str, ids)) if decode is None else decode(ids)
 
@@ -56,7 +58,8 @@ class DirectoryTokenizer:
 
 
 def _load(model_dir: str) -> Decode:
-    """Return the function from ids to text of the run's model, by the fast tokenizer if its file is there."""
+    """Return the function from token ids to text for the model in ``model_dir``, by its fast tokenizer if that file is
+    there. Raises :class:`~headrace.base.errors.ModelError` if there is no tokenizer that can be loaded."""
     if not model_dir:
         raise ModelError("the settings of this run name no model", remedy="restore its config.json")
     model_dir = local_directory(model_dir, weights=False, fetch=False)

@@ -1,4 +1,5 @@
-"""The answer to the timeline page: any window of all lanes, on a clock that begins with the first rollout.
+"""The answer to the timeline page: any window of all lanes, on a clock that begins with the first rollout. A lane holds
+the spans of one part of the run, what it did between two moments.
 
 A run that was resumed has several lives. The timeline shows one after the other, without the pauses between them.
 """
@@ -48,7 +49,8 @@ class RunClock:
         self._run_times[0] = 0.0
 
     def of(self, moments_s: Sequence[float]) -> list[float]:
-        """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond."""
+        """Convert moments on the spans' clock to running time in seconds, rounded to a microsecond. A moment within a
+        pause becomes the end of the life before it."""
         found: list[float] = np.round(np.interp(moments_s, self._span_times, self._run_times), 6).tolist()
         return found
 
@@ -58,7 +60,8 @@ class RunClock:
         return moments
 
     def pieces(self, start: float, end: float) -> list[tuple[float, float]]:
-        """Return the time between two moments of running time as intervals on the spans' clock, one per life."""
+        """Return the part of the run between two moments of running time as intervals on the spans' clock, at most one
+        for each life."""
         found = []
         for begins, (first, last) in zip(self.starts, self._intervals, strict=True):
             left, right = max(start, begins), min(end, begins + last - first)
@@ -69,7 +72,9 @@ class RunClock:
 
 def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
     """Return what the lanes did between ``start`` and ``end``, in seconds since the first rollout; an empty text means
-    the beginning or the end of the run."""
+    the beginning or the end of the run. The window is divided into about ``bins`` parts where there are too many spans
+    to show one by one. All three are texts of a request; raises :class:`~headrace.base.errors.DataError` for texts that
+    are no numbers, and for an empty window."""
     steps = run.steps
     with run.lanes() as lanes:
         extent = lanes.extent()
@@ -108,13 +113,15 @@ def timeline(run: OpenRun, start: str, end: str, bins: str) -> dict[str, Any]:
 
 
 def _thinned(marks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return about :data:`MOST_STEPS` of the marks at most, always with the last one: the page opens with the end."""
+    """Return about :data:`MOST_STEPS` of the marks of steps at most, evenly chosen and always with the last one,
+    because the page opens with the end."""
     stride = -(-len(marks) // MOST_STEPS) or 1
     return marks[::stride] + (marks[-1:] if (len(marks) - 1) % stride else [])
 
 
 def _on_one_clock(steps: Sequence[StepRecord], lanes: LaneIndex) -> list[list[tuple[float, StepRecord]]]:
-    """Return the steps of every life, each with the moment of its end on the clock of ``lanes``."""
+    """Return the steps of every life, each with the moment of its end on the clock of ``lanes``, on which the spans of
+    all lives follow each other."""
     found: list[list[tuple[float, StepRecord]]] = []
     resets, before_s = 0, -np.inf
     for life in lives(steps):
@@ -132,7 +139,9 @@ def _in_training(account: Account | None, lane: str) -> float | None:
 
 
 def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
-    """Convert the spans of a part to running time, drop those within a pause, and return whether any is left."""
+    """Convert the spans of ``part``, those of one name in a lane, to running time in place, and drop those that lie
+    within a pause between two lives. Return whether the part has anything left to show; a part with fractions of bins
+    has."""
     if "spans" not in part:
         return True
     starts, ends = (clock.of(side) for side in part["spans"])
@@ -146,7 +155,7 @@ def _convert_spans(part: dict[str, Any], clock: RunClock) -> bool:
 
 
 def _moment(text: str, default: float) -> float:
-    """Return the seconds that a text gives, or ``default`` for an empty one. Raises
+    """Return the number of seconds that ``text`` writes, or ``default`` for an empty one. Raises
     :class:`~headrace.base.errors.DataError` for other text."""
     try:
         found = float(text) if text else default

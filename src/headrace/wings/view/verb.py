@@ -61,7 +61,8 @@ def view(
 
 
 def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
-    """Serve or export the dashboard of runs."""
+    """Serve the dashboard of the runs in the directories ``asked``; with ``export``, write it into files instead. With
+    ``live``, only the run that wrote last is shown; with ``browser``, a browser is opened."""
     from headrace.wings.view.app import make_app
     from headrace.wings.view.run import OpenRun, changed_s, find_runs
 
@@ -82,7 +83,7 @@ def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, ex
 
 
 def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) -> None:
-    """Serve the page about a server of the Tinker protocol."""
+    """Serve the page about the server of the Tinker protocol whose state directory is ``state``."""
     from headrace.wings.tinker.records import ServerRecords
     from headrace.wings.view.tenants import make_tenants_app
 
@@ -91,8 +92,8 @@ def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) ->
 
 
 def _refuse_others(asked: list[Path], *, alone: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for other directories beside the state of a server, and for
-    options that are about runs."""
+    """Raise :class:`~headrace.base.errors.ConfigError` unless the state directory of a server was named ``alone``,
+    without other directories and without options that are about runs."""
     if len(asked) > 1 or not alone:
         raise ConfigError(
             "the state of a headrace tinker has a page of its own", remedy="name it alone, without --live or --export"
@@ -100,7 +101,8 @@ def _refuse_others(asked: list[Path], *, alone: bool) -> None:
 
 
 def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
-    """Serve a dashboard, and open a browser if there is one."""
+    """Serve the application that ``app_of`` returns until Ctrl-C, and print its address; with ``browser``, open it in a
+    browser."""
     from headrace.wings.view.serving import open_browser, serve
 
     out = console()

@@ -9,10 +9,14 @@ import msgspec
 import numpy as np
 
 _ARRAY = 1
+"""The code of an array among the extension types of MessagePack."""
 _DTYPES = frozenset({"|b1", "|u1", "<u2", "<i4", "<i8", "<f4", "<f8"})
+"""The types of array elements that are decoded, in NumPy's notation."""
 
 
 def _encode_array(value: Any) -> Any:
+    """Return an array as an extension of MessagePack: its header, then its raw bytes. msgspec calls this for a value
+    that it cannot encode itself; any value but an array is an error."""
     if isinstance(value, np.ndarray):
         return msgspec.msgpack.Ext(_ARRAY, _head(value.dtype, value.shape) + value.tobytes())
     raise NotImplementedError(f"{type(value).__name__} cannot travel between processes")
@@ -20,17 +24,21 @@ def _encode_array(value: Any) -> Any:
 
 @lru_cache(maxsize=4096)
 def _head(dtype: np.dtype[Any], shape: tuple[int, ...]) -> bytes:
+    """Return the header of an encoded array: its dtype and shape, as in ``<f4:2,3|``."""
     return f"{dtype.str}:{','.join(map(str, shape))}|".encode()
 
 
 def _decode_array(code: int, data: memoryview) -> Any:
+    """Return the array that an extension of MessagePack contains; msgspec calls this with the extension's ``code`` and
+    bytes. Any code but that of arrays is refused."""
     if code != _ARRAY:
         return _refuse(f"unknown extension code {code}")
     return _read_array(bytes(data))
 
 
 def _read_array(data: bytes) -> Any:
-    """Return the array in ``data``, which begins with its dtype and shape."""
+    """Return the array that ``data`` encodes: a header with dtype and shape, then the raw bytes. Invalid data is
+    refused."""
     dtype, colon, rest = data.partition(b":")
     shape, bar, body = rest.partition(b"|")
     if not colon or not bar or dtype.decode("ascii", "replace") not in _DTYPES:
@@ -45,11 +53,12 @@ def _read_array(data: bytes) -> Any:
 
 
 def _refuse(reason: str) -> Any:
+    """Raise the error for data that is not a valid message; ``reason`` says what is wrong."""
     raise msgspec.ValidationError(reason)
 
 
 class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to end, the same for every part."""
+    """The order to end, which every kind of process of a run understands."""
 
 
 class MessageCodec:
@@ -63,11 +72,12 @@ class MessageCodec:
     """
 
     def __init__(self, receives: Any) -> None:
+        """Make a codec for one receiver. ``receives`` is the union of the message types that it may decode."""
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_encode_array)
         self._decoder = msgspec.msgpack.Decoder(receives, ext_hook=_decode_array)
 
     def encode(self, message: Any) -> bytes:
-        """Return ``message`` as bytes."""
+        """Return ``message``, a record of any type, as bytes (MessagePack)."""
         return self._encoder.encode(message)
 
     def decode(self, data: bytes | memoryview) -> Any:

@@ -1,4 +1,9 @@
-"""The messages that the controller receives, from all parts of a run."""
+"""The messages that the controller receives, from all parts of a run.
+
+A *part* is a process of the run: an engine, the learner or one of its ranks, a scoring worker, an environment worker, a
+joined machine. ``call`` is the number of the order that a message answers, ``seconds`` the time that carrying it out
+took, and ``spans`` the activities of the part since its last message.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +22,18 @@ from headrace.base.types.weights import SwapReport, WeightUpdate
 
 
 class Ready(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a part has started and can be used."""
+    """The first message of a part: it has started and can be used."""
 
     token: str
-    """The run's secret: proves that the sender belongs to this run."""
+    """The run's secret token, which proves that the sender belongs to this run."""
     pid: int
+    """The id of the process."""
     facts: dict[str, str | int | float]
     """Facts that the part reports about itself, for people."""
 
 
 class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The sign of life of a learner, or of one rank of it, with its present work. A thread of its own sends it about
+    """The sign of life of a learner, or of one of its ranks, with its present work. A separate thread sends it about
     once a second, whatever the learner computes."""
 
     num_units: int
@@ -42,28 +48,35 @@ class Working(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a part could not carry out an order. ``call`` is ``None`` if it cannot continue at all."""
+    """The message that a part could not carry out an order."""
 
     call: int | None
+    """The number of the order; ``None`` if the part cannot continue at all."""
     kind: str
     """The name of the error's class in the tree of errors."""
     problem: str
+    """What is wrong, in words."""
     remedy: str
+    """What the user can do about it, in words."""
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The counters of an engine since it started."""
+    """The counters of an engine since it started, and its state at the time of the message."""
 
     version: int = -1
-    """The committed version; −1 before the first."""
+    """The version of the weights in use; −1 before the first."""
     busy_s: float = 0.0
     """The time in which the engine worked, in seconds: its steps and, in a process of its own, reading and sending
     messages."""
     prefill_s: float = 0.0
-    """The part of the steps' time that went into prompts, in seconds. The time of a step is divided by tokens."""
+    """The part of the steps' time that went into prompts, in seconds. The time of a step is divided in proportion to
+    its tokens."""
     steps: int = 0
+    """The number of steps: passes over the batch of running sequences."""
     generated_tokens: int = 0
+    """The number of tokens that were sampled."""
     prompt_tokens: int = 0
+    """The number of prompt tokens of the requests that have joined the batch."""
     running: int = 0
     """The number of sequences in the batch now."""
     waiting: int = 0
@@ -83,13 +96,13 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     routing_bytes: int = 0
     """The memory of the recorded experts beside the cache."""
     pinned_bytes: int = 0
-    """The memory of weights that are kept for pinned sequences."""
+    """The memory of former weights that are kept for sequences which must end under the weights they began with."""
     wasted_tokens: int = 0
     """The number of sampled tokens that a weight update discarded."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The tokens that an engine sampled since its last message."""
+    """The tokens that an engine sampled since its last message, with its counters."""
 
     chunks: tuple[TokenChunk, ...]
     stats: EngineStats
@@ -117,34 +130,37 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Committed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Commit``: the version is in use."""
+    """The answer to ``Commit``: the version is in use. The report gives the costs of the commit."""
 
     call: int
     report: SwapReport
 
 
 class ScoresReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``ScoreTokens``: the log-probability of each token. That of the first token is 0."""
+    """The answer to ``ScoreTokens``, from an engine: the log-probability of each of the T tokens. That of the first
+    token is 0."""
 
     call: int
     logprobs_T: FloatColumn
     ids_TK: npt.NDArray[np.int32] | None = None
-    """The likeliest entries at the position of each token, if they were requested."""
+    """The K likeliest vocabulary entries at the position of each token; ``None`` if they were not requested."""
     logs_TK: npt.NDArray[np.float32] | None = None
-    """The log-probabilities of those entries."""
+    """The log-probabilities of those entries; ``None`` if they were not requested."""
 
 
 class Paused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Pause`` and ``Resume``."""
+    """The answer of an engine to ``Pause`` and to ``Resume``: it has paused, or continues."""
 
     call: int
 
 
 class StepReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one optimizer step."""
+    """The result of one optimizer step on a batch of N tokens, as the learner reports it."""
 
     step: int
+    """The number of the step."""
     metrics: dict[str, float]
+    """The metrics of loss, corrections and optimizer, by name."""
     trained_tokens: int
     """The number of tokens that carried loss."""
     dropped_tokens: dict[str, int]
@@ -152,8 +168,10 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     log_pi_N: FloatColumn
     """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss."""
     seconds: float
+    """How long forward pass, backward pass and update took, in seconds."""
     teacher_scores_N: TeacherScores | None = None
-    """The scores of a teacher in the learner's process, for each token; ``None`` if no sampled token was scored."""
+    """The log-probabilities that a teacher in the learner's process gives to the N tokens; ``None`` if it scored no
+    sampled token."""
     updates: int = 1
     """The number of updates of the weights that were made from the batch."""
 
@@ -167,14 +185,16 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LogprobsReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Logprobs``: log π of every token of the batch; 0 outside its mask."""
+    """The answer to ``Logprobs``: log π, the log-probability under the learner's present weights, of each of the N
+    tokens of the batch; 0 outside its mask."""
 
     call: int
     logprobs_N: FloatColumn
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first answer to ``Publish``: the weights are copied, and the learner can continue."""
+    """The first answer to ``Publish``: the weights are copied into the buffer, and the learner can continue to
+    train."""
 
     call: int
     seconds: float
@@ -182,14 +202,14 @@ class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The second answer to ``Publish``: the snapshot is hashed and ready to be staged."""
+    """The second answer to ``Publish``: the copied weights are hashed, and engines can stage them."""
 
     call: int
     update: WeightUpdate
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Save``: the snapshot is complete on disk, and flushed."""
+    """The answer to ``Save``: the checkpoint is complete on disk, and flushed."""
 
     call: int
     seconds: float
@@ -207,26 +227,28 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     rewards: tuple[float | None, ...]
+    """The reward of each completion, in the order of the request; ``None`` for one without a reward."""
     error: str = ""
-    """Why there is no reward, with the file and line that raised; empty if there is one."""
+    """Why there are no rewards, with the file and line that raised; empty if there are."""
     metrics: dict[str, tuple[float, ...]] = {}
     """The values that the reward function passed to ``log_metric``, by name."""
     extra: tuple[dict[str, Any], ...] = ()
-    """The values that it passed to ``log_extra``: the columns of each completion; empty if it passed none."""
+    """The values that the reward function passed to ``log_extra``: one dictionary of columns for each completion; empty
+    if it passed none."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A request of an episode in an environment worker for a reply of the model."""
+    """The request of an environment worker for a reply of the model: an episode that runs there needs one."""
 
     episode: int
-    """The call that runs the episode."""
+    """The number of the call that runs the episode in the worker."""
     ask: int
-    """The worker's own number of the request, which the reply repeats."""
+    """The worker's own number of this request, which the reply repeats."""
     messages: tuple[chat.Message, ...] = ()
     tools: tuple[chat.Tool, ...] = ()
     options: chat.ChatOptions = chat.ChatOptions()
     prompt_ids_T: IntColumn | None = None
-    """All tokens that the model is to read, in place of messages."""
+    """All tokens that the model is to read, instead of messages; ``None`` if messages are given."""
 
 
 class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -236,26 +258,26 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reward: float | None = None
     """The reward of the episode; ``None`` if the environment did not give one."""
     turn_rewards: dict[int, float] = {}
-    """The parts of the reward that were earned in single turns, by turn."""
+    """The parts of the reward that were earned in single turns, by the index of the turn."""
     agent_rewards: dict[str, float] = {}
     """The reward of each agent; empty if all agents share the episode's."""
     trained: tuple[int, ...] | None = None
-    """The sampled turns that carry loss; ``None`` for all of them."""
+    """The indices of the sampled turns that carry loss; ``None`` for all of them."""
     reason: str = ""
-    """The counted reason of a failure; empty if the episode did not fail."""
+    """The short name under which the run counts the failure; empty if the episode did not fail."""
     problem: str = ""
-    """The failure in words, with the file and line that raised."""
+    """The failure in words, with the file and line that raised; empty if the episode did not fail."""
 
 
 class Alive(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The periodic sign of life of an environment worker, or of a machine that has joined."""
 
     blocked_by: int = -1
-    """The episode whose code has blocked the worker's event loop for too long; −1: none."""
+    """The call of the episode whose code has blocked the worker's event loop for too long; −1 if none has."""
 
 
 class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Do``: a supervisor on a machine that has joined has done its task."""
+    """The answer to ``Do``: a supervisor, which manages one process on a machine that has joined, has done its task."""
 
     call: int
     answer: bytes | int | float
@@ -263,11 +285,12 @@ class Done(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Leaving(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that a machine that has joined wants to leave: its present work may end, and it gets no more."""
+    """The message that a machine that has joined wants to leave the run: its present work may end, and it gets no
+    more."""
 
 
 class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that the machine confirms its end."""
+    """The message with which a machine that has joined confirms that it has left the run."""
 
 
 Answer = (

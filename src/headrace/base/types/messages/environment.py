@@ -1,4 +1,5 @@
-"""The messages that an environment worker receives."""
+"""The messages that an environment worker receives: a process that runs the environment's code. ``call`` is the number
+of an order, which its answer repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from headrace.base.types.tokens import IntColumn
 
 
 class RunEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to run one episode on one row."""
+    """The order to run one episode of the environment on one row of the dataset."""
 
     call: int
     row: dict[str, Any]
@@ -26,7 +27,7 @@ class RunEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Replied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The model's reply to a ``ModelQuery``."""
+    """The model's reply to a ``ModelQuery``, the request of an episode in this worker."""
 
     ask: int
     """The worker's own number of the request that this answers."""
@@ -34,20 +35,23 @@ class Replied(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class AnswerRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The refusal of a ``ModelQuery``."""
+    """The refusal of a ``ModelQuery``, the request of an episode in this worker for a reply of the model. The episode
+    gets it as an error."""
 
     ask: int
     """The worker's own number of the request that is refused."""
     reason: str
-    """The reason that the episode is counted by, if its code does not catch the error."""
+    """The short name under which the failure of the episode is counted, if its code does not catch the error."""
     spent: bool
     """Whether the episode has used up its budget of turns, tokens, tool calls or context."""
     problem: str
+    """What is wrong, in words."""
     remedy: str
+    """What the user can do about it, in words."""
 
 
 class Cancel(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to stop an episode whose result is no longer needed."""
+    """The order to stop the episode of the order number ``call``, whose result is no longer needed."""
 
     call: int
 

@@ -1,4 +1,8 @@
-"""The messages that a learner receives."""
+"""The messages that a learner receives. ``call`` is the number of an order, which its answer repeats.
+
+The learner has several buffers for published weights; a *slot* is the index of one. An *address* is where an engine
+receives weights or orders.
+"""
 
 from __future__ import annotations
 
@@ -10,22 +14,23 @@ from headrace.base.types.weights import Interrupt
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to make one optimizer step on a batch."""
+    """The order to make one step on a batch: one update of the weights, or several, as the settings say."""
 
     call: int
     batch: Batch
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to compute log π of a batch's tokens under the current weights, without training."""
+    """The order to compute log π, the log-probability under the learner's present weights, of a batch's tokens, without
+    training."""
 
     call: int
     batch: Batch
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to copy the weights into a shared buffer (first answer), then hash and announce them (second
-    answer)."""
+    """The order to publish the weights as ``version``: to copy them into the buffer ``slot`` (first answer), then to
+    hash and announce them (second answer)."""
 
     call: int
     version: int
@@ -33,24 +38,26 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     to: tuple[str, ...] = ()
     """The addresses of the engines, for transports that send the weights to each receiver."""
     announce_to: dict[str, str] = {}
-    """The engines to which the learner itself announces the version: the address of each for orders, mapped to its
-    address among ``to``. The latter is empty for transports that do not send to each receiver."""
+    """The engines to which the learner itself announces the version: each engine's address for orders, mapped to its
+    address in ``to``, which is empty for transports that do not send to each receiver."""
     commit: Interrupt | None = None
     """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders
     it."""
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to announce a snapshot once more, as a full image, since an engine could not use its difference."""
+    """The order to send a published version once more, as the full weights, since an engine could not use the
+    difference to an earlier version."""
 
     call: int
     version: int
     slot: int
     to: tuple[str, ...] = ()
+    """The addresses of the engines that lack the version, for transports that send to each receiver."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to write a snapshot of model, optimizer, schedule and random state into this new directory."""
+    """The order to write a checkpoint (model, optimizer, schedule and random state) into this new directory."""
 
     call: int
     directory: str

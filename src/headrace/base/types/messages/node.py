@@ -1,4 +1,5 @@
-"""The messages between a run and ``headrace join`` on another machine."""
+"""The messages between a run and ``headrace join``, a program on another machine that runs processes for the run.
+There, each process has a *supervisor*, an object that starts and watches it."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ import msgspec
 
 
 class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The request of a machine to join a run."""
+    """The request of a machine to join a run, sent by ``headrace join``."""
 
     token: str
-    """The token of its invitation."""
+    """The token of the invitation to the run that the machine was given."""
     headrace: str
     """The version of Headrace on that machine."""
     address: str
@@ -19,11 +20,11 @@ class JoinRequest(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     workers: int
     """The number of processes that the machine may run."""
     entry: str = ""
-    """The path of the environment on that machine; empty for the path that the run file names."""
+    """The path of the environment's code on that machine; empty for the path that the run file names."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer that accepts a machine."""
+    """The answer that accepts a machine into the run."""
 
     orders: str
     """The address at which the machine receives its orders."""
@@ -43,24 +44,26 @@ class JoinRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Do(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A call of a supervisor on the machine, which answers with ``Done``."""
+    """A call of one supervisor's method on the machine, which answers with ``Done``."""
 
     call: int
     supervisor: int
     """The number of the supervisor; the first call with a number creates it."""
     what: Literal["look", "begin", "ended", "computed_s", "halted"]
+    """The method that is called."""
     asked: bytes = b""
-    """The argument as JSON; empty for calls without one."""
+    """The argument of the call as JSON; empty for calls without one."""
 
 
 class Drop(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to end a supervisor and its process."""
+    """The order to end the supervisor with this number, and its process."""
 
     supervisor: int
+    """The number of the supervisor."""
 
 
 class Farewell(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that the run has ended."""
+    """The message to a machine that the run has ended."""
 
 
 JoinAnswer = Welcome | JoinRefused

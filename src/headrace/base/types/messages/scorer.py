@@ -1,4 +1,5 @@
-"""The messages that a scoring worker receives."""
+"""The messages that a scoring worker receives: a process that runs reward functions. ``call`` is the number of an
+order, which its answer repeats."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     meanings of ``transformers.TrainerState``."""
 
     global_step: int = 0
-    """The optimizer steps behind the weights under which the group was begun."""
+    """The number of optimizer steps that made the weights under which the group was begun."""
     max_steps: int = 0
     """The optimizer steps of the whole run: ``run.steps``."""
     epoch: float = 0.0
@@ -34,24 +35,27 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Always true: a reward is computed once."""
 
     def __getattr__(self, name: str) -> Any:
-        """Raise ``AttributeError`` with the list of known attributes."""
+        """Raise ``AttributeError`` with the list of known attributes. Python calls this only for an attribute that does
+        not exist."""
         known = ", ".join(self.__struct_fields__)
         raise AttributeError(f"trainer_state has no {name!r} here; it has {known}")
 
 
 class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to score completions of one row: a single one, or all of a group for a reward function over lists."""
+    """The order to score completions of one row: a single one, or all of a group for a reward function that takes
+    lists."""
 
     call: int
     prompt: Any
     """The prompt as the row holds it: a string or a list of chat messages."""
     completions: tuple[str, ...]
+    """The texts to score."""
     row: dict[str, Any]
     """The row of the dataset, prompt included."""
     history: str = ""
     """The text that the model had read before the turn, if a single turn is scored."""
     turn: int = -1
-    """The index of that turn in its episode, from 0; −1 if the completions are whole."""
+    """The index of the scored turn in its episode, from 0; −1 if whole completions are scored."""
     completion_ids: tuple[IntColumn, ...] = ()
     """The sampled tokens of each completion, a stop token included; empty unless the reward function uses them."""
     trainer: TrainerState = TrainerState()

@@ -40,20 +40,26 @@ class Reason(enum.StrEnum):
     SIGNALLED = "signalled"
     """A signal ended the command: a crash, or a signal that it sent itself."""
     WALL_TIME = "wall_time"
+    """It took longer than the limit."""
     CPU_TIME = "cpu_time"
+    """A process used more processor time than the limit."""
     MEMORY = "memory"
+    """Its processes used more memory than the limit."""
     PROCESSES = "processes"
+    """It started more processes than the limit."""
     DISK = "disk"
+    """Its files took more space than the limit."""
     OUTPUT = "output"
-    """It wrote more than the limit."""
+    """It wrote more to standard output or standard error than the limit."""
     NOT_STARTED = "not_started"
     """The command could not be started; ``detail`` has the cause."""
 
 
 class Finished(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a run."""
+    """The result of a run: how the command ended, and what it wrote."""
 
     reason: Reason
+    """Why the run ended."""
     stdout: str
     """The standard output, at most ``limits.output_bytes`` of it; bytes that are not UTF-8 are replaced."""
     stderr: str

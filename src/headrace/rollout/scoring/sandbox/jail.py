@@ -1,4 +1,8 @@
-"""The isolation of a jailed command: a file system of its own, another user, limits. Standard library only."""
+"""The isolation of a jailed command: a file system of its own, another user, limits. Standard library only.
+
+An order is the description of a run as plain JSON: the command, its files and input, its limits. A guard is one measure
+of the isolation; the kernel may refuse it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,8 @@ Order = dict[str, Any]
 
 
 def guard(missing: dict[str, str], name: str, put_up: Callable[[], None]) -> None:
-    """Install a guard. If the kernel refuses it, record it as missing with the cause."""
+    """Install the guard ``name`` by calling ``put_up``. If the kernel refuses it, record it in ``missing`` with the
+    cause."""
     try:
         put_up()
     except OSError as error:
@@ -31,9 +36,11 @@ class Jail:
     """The isolation that the init process and the command of a jailed order apply to themselves."""
 
     def __init__(self, order: Order, user: int) -> None:
+        """Prepare the isolation that ``order`` describes, for a command that will run as the user number ``user``."""
         self.order = order
         self.user = user
         self.missing: dict[str, str] = {}
+        """The guards that the kernel refused, each with the cause."""
 
     def enter(self) -> None:
         """Set up, in the init process, a root with only the readable paths and a small /tmp. If the kernel refuses, use
@@ -79,7 +86,7 @@ class Jail:
             kernel.make_read_only(target)
 
     def _write_files(self, directory: str) -> None:
-        """Write the files of the order into a directory of the sandbox."""
+        """Write the files that the order contains into a directory of the sandbox."""
         for name, content in self.order["files"].items():
             path = os.path.join(directory, name)
             with open(path, "wb") as file:
@@ -87,7 +94,8 @@ class Jail:
             os.chmod(path, 0o644)
 
     def lock(self) -> None:
-        """Drop, in the command's process, all rights that the command must not have."""
+        """Drop, in the command's process and before the command is executed, all rights that the command must not have:
+        its user, its resource limits, its privileges and system calls."""
         if self.user != os.getuid():
             os.setgroups([])
             os.setresgid(self.user, self.user, self.user)
@@ -117,12 +125,12 @@ def own_mounts() -> None:
 
 
 def mount_proc(target: str) -> None:
-    """Mount the processes of this namespace at ``target``."""
+    """Mount a file system at ``target`` that shows the processes of this PID namespace, as /proc does."""
     kernel.mount("proc", target, "proc", kernel.NO_SUID | kernel.NO_DEVICES | kernel.NO_EXEC)
 
 
 def bind(path: str, target: str) -> None:
-    """Mount ``path`` at ``target`` too."""
+    """Make the file or folder ``path`` visible at ``target`` too, by a bind mount; ``target`` is created."""
     if os.path.isdir(path):
         os.makedirs(target, exist_ok=True)
     else:

@@ -86,6 +86,7 @@ def change_root(root: str) -> None:
 
 
 def _prctl(option: int, first: int, second: int = 0) -> None:
+    """Call prctl(2) with an option and two arguments. Raises ``OSError`` if the kernel refuses."""
     if sys.platform != "linux":
         raise OSError("there is no prctl here")
     _checked(_libc.prctl(option, first, second, 0, 0), "prctl")
@@ -97,7 +98,8 @@ def die_with_parent() -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of descendants whose parent has ended."""
+    """Let this process become the parent of its descendants whose own parent has ended, so that it can find and end
+    them."""
     _prctl(_SUBREAPER, 1)
 
 
@@ -120,11 +122,13 @@ def filter_calls() -> None:
 
 
 def _instructions(place: int) -> Iterable[bytes]:
-    """Yield the filter as instructions of classic BPF (linux/filter.h)."""
+    """Yield the filter of system calls as instructions of classic BPF (linux/filter.h). ``place`` is the column of this
+    processor's call numbers in the tables above."""
     load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # EPERM, ENOSYS
 
     def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+        """Return one instruction; ``yes`` and ``no`` are the numbers of instructions that a comparison skips."""
         return struct.pack("HBBI", code, yes, no, value)
 
     yield line(load, 4)  # the architecture: numbers of another one would mean other calls

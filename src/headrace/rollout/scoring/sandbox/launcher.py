@@ -48,24 +48,31 @@ Order = dict[str, Any]
 
 
 def write_record(descriptor: int, record: Order) -> None:
-    """Write a record as one line of JSON."""
+    """Write a record as one line of JSON to a file descriptor, such as the pipe to the launcher or the caller's
+    report."""
     os.write(descriptor, json.dumps(record).encode() + b"\n")
 
 
 class CommandSupervisor:
-    """A supervisor of one command, from its start to the end of the last process that it started."""
+    """A supervisor of one command, from its start to the end of the last process that it started. The launcher makes
+    one from its order, and calls :meth:`prepare`, :meth:`start` and :meth:`watch`, one after the other."""
 
     def __init__(self, order: Order) -> None:
+        """Prepare to run the command of ``order``, the description of a run as plain JSON; the pipe is for records of
+        its processes."""
         self.order = order
         self.jailed = bool(order["jailed"])
         self.report: Order = {"reason": "", "missing": {}}
+        """What became of the command: the limit that ended it, if one did, its status, and the missing guards."""
         self.has_pids = False
+        """Whether the command has a PID namespace of its own."""
         self._unread = b""
         self._group = f"headrace-{os.getpid()}"
         self._read, self._write = os.pipe()
 
     def prepare(self) -> None:
-        """Create the namespaces that the command will run in."""
+        """Create the namespaces that the command will run in; those that the kernel refuses are recorded as missing
+        guards."""
         missing: dict[str, str] = self.report["missing"]
         if self.jailed or processes.succeeds(_check_own_proc):
             if os.getuid() != 0:
@@ -83,7 +90,7 @@ class CommandSupervisor:
         self.order["missing"] = missing
 
     def start(self) -> int:
-        """Fork the init process and return its id; the child never returns."""
+        """Fork the init process, which starts the command, and return its process id; the child never returns."""
         user = FIRST_USER + os.getpid() % USERS if self.jailed and os.getuid() == 0 else os.getuid()
         init_pid = os.fork()
         if init_pid:
@@ -101,7 +108,8 @@ class CommandSupervisor:
             os._exit(0)
 
     def _be_init(self, isolation: jail.Jail) -> None:
-        """Start the command and reap processes as init of the PID namespace; record the exit status of the command."""
+        """Start the command and reap processes as init of the PID namespace; send the exit status of the command to the
+        launcher. ``isolation`` is applied to a jailed command."""
         if self.jailed:
             isolation.enter()
         elif self.has_pids:
@@ -127,7 +135,8 @@ class CommandSupervisor:
             resource.setrlimit(resource.RLIMIT_NPROC, (limit, limit))
 
     def _become_command(self, isolation: jail.Jail) -> None:
-        """Execute the command. The child's end of the pipe closes when the command begins."""
+        """Execute the command in place of this process, after locking it in if it is jailed. The child's end of the
+        pipe closes when the command begins."""
         argv = self.order["argv"]
         try:
             if self.jailed:
@@ -142,8 +151,8 @@ class CommandSupervisor:
             os._exit(127)
 
     def watch(self, init_pid: int, others: dict[int, Callable[[], bool]]) -> None:
-        """Watch the command until the init process has ended. ``others`` maps descriptors to functions that are called
-        when one is ready, and return whether to continue."""
+        """Watch the command until the init process has ended, and end all its processes. ``others`` maps file
+        descriptors to functions that are called when one is ready, and return whether to continue."""
         processes.watch_ahead()
         try:
             self._watch(init_pid, others)
@@ -172,7 +181,8 @@ class CommandSupervisor:
                 return
 
     def _read_records(self) -> None:
-        """Read the messages of init and command."""
+        """Read the records that the init process and the command have sent, such as the exit status, into the
+        report."""
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._read, PIPE_BYTES):
                 self._unread += data
@@ -183,7 +193,8 @@ class CommandSupervisor:
             self.report.update(record)
 
     def _exceeded_limit(self, init_pid: int) -> str:
-        """Return the limit that all processes together exceed; empty for none."""
+        """Return the limit that all processes below the init process together exceed, as a value of ``Reason``; empty
+        for none."""
         limits = self.order["limits"]
         pids = list(islice(processes.descendants(init_pid), limits["processes"] + 1))  # there may be more every moment
         if len(pids) > limits["processes"]:
@@ -218,7 +229,8 @@ def _enter_user_namespace() -> None:
 
 
 def jailed() -> None:
-    """Run an order from standard input, and write the result to its ``report``."""
+    """Run one jailed command: read its order from standard input, watch it to its end, and write the result to the
+    order's ``report``."""
     size = int.from_bytes(os.read(0, 8), "big")
     data = bytearray()
     while len(data) < size:
@@ -240,6 +252,7 @@ def jailed() -> None:
 
 
 def _exit_without_caller() -> bytes:
+    """End this program, because the caller has closed the input before the whole order was read."""
     raise SystemExit("the caller is gone")
 
 
@@ -261,7 +274,8 @@ def kept(order: Order) -> None:
     bytes_left = order["limits"]["log_bytes"]
 
     def pass_on() -> bool:
-        """Copy output of the program to the log, up to the limit in bytes; return true, so that it is called again."""
+        """Copy output of the program to the log, up to the limit in bytes; return ``True``, so that the watch goes
+        on."""
         nonlocal bytes_left
         data = os.read(output, PIPE_BYTES)
         write_all(log, data[: max(0, bytes_left)])
@@ -290,14 +304,15 @@ def die_with_line(line: int) -> None:
 
 
 def write_all(descriptor: int, data: bytes) -> None:
-    """Write all data; a full disk loses it."""
+    """Write all data to a file descriptor; a full disk loses it."""
     with contextlib.suppress(OSError):
         while data:
             data = data[os.write(descriptor, data) :]
 
 
 def end_as(status: int) -> None:
-    """Exit with this code, or by this signal (negative)."""
+    """End this process as the command ended: with the exit code ``status``, or by the signal ``-status`` if it is
+    negative."""
     if status >= 0:
         os._exit(status)
     with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to take away

@@ -14,8 +14,8 @@ RESERVED_PIDS = 300
 
 
 def bound_numbers(most: int) -> None:
-    """Limit the processes and threads of the PID namespace whose /proc is mounted. Before Linux 6.14 the limit applies
-    to the whole machine: then nothing is done."""
+    """Limit the processes and threads of the PID namespace whose /proc is mounted to about ``most``. Before Linux 6.14
+    the limit would apply to the whole machine: then nothing is done."""
     release = tuple(int("".join(filter(str.isdigit, part)) or 0) for part in os.uname().release.split(".")[:2])
     if release >= (6, 14):
         with contextlib.suppress(OSError), open("/proc/sys/kernel/pid_max", "w", encoding="ascii") as file:
@@ -41,15 +41,16 @@ def leave_group(name: str) -> None:
 
 
 def _groups(name: str) -> list[str]:
-    """Return the paths where a group could be: below this process's own in version 1 of control groups; beside it in
-    version 2, where a group with processes cannot have subgroups."""
+    """Return the paths at which a control group called ``name`` could be: below this process's own in version 1 of
+    control groups; beside it in version 2, where a group with processes cannot have subgroups."""
     below = _cgroup_path(PIDS_V1, ":pids:")
     beside = os.path.dirname(_cgroup_path(PIDS_V2, "0::"))
     return [f"{folder}/{name}" for folder in (below, beside) if os.path.exists(f"{folder}/cgroup.procs")]
 
 
 def _cgroup_path(root: str, mark: str) -> str:
-    """Return the group of this process, in the hierarchy whose line contains ``mark``."""
+    """Return the folder of this process's control group. ``root`` is the mount point of the hierarchy, and ``mark``
+    tells its line in /proc/self/cgroup."""
     try:
         with open("/proc/self/cgroup", encoding="ascii") as file:
             path = next((line.partition(mark)[2].strip() for line in file if mark in line), "")
@@ -75,7 +76,8 @@ def watch_ahead() -> None:
 
 
 def succeeds(attempt: Callable[[], None]) -> bool:
-    """Return whether ``attempt`` succeeds in a process of its own."""
+    """Return whether ``attempt`` ends without an ``OSError`` in a forked process, so that it changes nothing in this
+    one."""
     pid = os.fork()
     if not pid:
         try:
@@ -87,7 +89,7 @@ def succeeds(attempt: Callable[[], None]) -> bool:
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """Yield every present process below ``pid``."""
+    """Yield the process ids of all present descendants of the process ``pid``."""
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:  # it has just ended
@@ -104,7 +106,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Return the memory in use, shared pages included."""
+    """Return the memory of a process in use, in bytes, shared pages included; 0 if it has ended."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -113,7 +115,8 @@ def resident_bytes(pid: int) -> int:
 
 
 def proportional_bytes(pid: int, most: int) -> int:
-    """Return the memory in use, with a proportional part of shared pages; ``most`` if that cannot be read."""
+    """Return the memory of a process in use, in bytes, with a proportional part of shared pages; ``most`` if that
+    cannot be read."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", encoding="ascii") as file:
             return next((int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")), most)
@@ -122,7 +125,7 @@ def proportional_bytes(pid: int, most: int) -> int:
 
 
 def disk_bytes(directory: str) -> int:
-    """Return the disk space of the files in a directory."""
+    """Return the disk space that the files below a directory take, in bytes."""
     total = 0
     for folder, _, names in os.walk(directory):
         for name in names:
@@ -132,8 +135,8 @@ def disk_bytes(directory: str) -> int:
 
 
 def end_all(first: int) -> None:
-    """Kill the init process and wait for it: with it end all processes of its namespace. Without a namespace, its
-    descendants become children of this process, and are killed until none is left."""
+    """Kill the init process, whose number is ``first``, and wait for it: with it end all processes of its namespace.
+    Without a namespace, its descendants become children of this process, and are killed until none is left."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(first, signal.SIGKILL)
     while True:

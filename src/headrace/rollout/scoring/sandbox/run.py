@@ -80,7 +80,8 @@ def run_python(
     files: Mapping[str, str | bytes] | None = None,
     limits: SandboxLimits | None = None,
 ) -> Finished:
-    """Run ``code`` as a program of this Python, in isolated mode; installed packages can be imported.
+    """Run ``code`` as a program of this Python, in isolated mode, and return the result; installed packages can be
+    imported. The other arguments are those of :func:`run`.
 
     >>> run_python("print(6 * 7)").stdout
     '42\\n'
@@ -108,12 +109,14 @@ def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: Sandb
 
 
 def _encoded(content: str | bytes) -> str:
+    """Return content as base64 text, which an order in JSON can hold."""
     data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     return base64.b64encode(data).decode()
 
 
 def _readable(more: Sequence[str]) -> list[str]:
-    """Return the folders and files to show, none within another."""
+    """Return the folders and files that a sandbox shows: those of the system and of this Python, and ``more``; none
+    lies within another."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
     shown: list[str] = []
     for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
@@ -123,9 +126,11 @@ def _readable(more: Sequence[str]) -> list[str]:
 
 
 class _RunningLauncher:
-    """A running launcher, and its output so far."""
+    """The launcher of one run, a process of its own that starts and watches the command, and the command's output so
+    far."""
 
     def __init__(self, order: dict[str, Any], limits: SandboxLimits) -> None:
+        """Start the launcher and send it ``order``, the description of the run."""
         self._limits = limits
         report, write_end = os.pipe()
         try:
@@ -154,7 +159,7 @@ class _RunningLauncher:
             self._launcher.stdin.flush()
 
     def finish(self) -> Finished:
-        """Read until the end, or end the launcher, and return the result."""
+        """Read the output until the command ends, or end it at a limit, and return the result."""
         try:
             stop_reason = self._read()
             assert self._launcher.stdin is not None
@@ -169,7 +174,8 @@ class _RunningLauncher:
         return self._finished(stop_reason, report)
 
     def _read(self) -> Reason | None:
-        """Read until both outputs have ended. Return the reason why the run must be ended earlier, if there is one."""
+        """Read until the command and all its processes have ended, or a limit is exceeded. Return the limit for which
+        the run must be ended; ``None`` if it has ended by itself."""
         clock = RealClock()
         until_s = clock.now() + self._limits.wall_s
         with selectors.DefaultSelector() as selector:
@@ -186,15 +192,16 @@ class _RunningLauncher:
                     return Reason.OUTPUT
 
     def _read_available(self, stream: Any, selector: selectors.BaseSelector) -> bool:
-        """Read the available data, and return whether it exceeds the limit. A stream at its end is not watched any
-        more."""
+        """Read the data that are available in one output, ``stream``, and return whether the output exceeds the limit.
+        A stream at its end is not watched any more."""
         data = os.read(stream.fileno(), CHUNK_BYTES)
         if not data:
             selector.unregister(stream)
         return self._exceeds_limit(stream, data)
 
     def _read_rest(self) -> Reason | None:
-        """Read the output that was written before the end."""
+        """Read the output that was written before the end. Return the reason ``OUTPUT`` if it exceeds the limit, else
+        ``None``."""
         for stream in self._output:
             while data := os.read(stream.fileno(), CHUNK_BYTES):
                 if self._exceeds_limit(stream, data):
@@ -202,7 +209,7 @@ class _RunningLauncher:
         return None
 
     def _exceeds_limit(self, stream: Any, data: bytes) -> bool:
-        """Keep output up to the limit, and return whether there was more."""
+        """Append ``data`` to the output of ``stream``, up to the limit, and return whether there was more."""
         kept = self._output[stream]
         remaining = self._limits.output_bytes - len(kept)
         kept += data[:remaining]
@@ -217,7 +224,8 @@ class _RunningLauncher:
         return report
 
     def _finished(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
-        """Return how the command ended, from the launcher's report and the output."""
+        """Return how the command ended, from the launcher's report and the output. ``stop_reason`` is the limit for
+        which this process ended the run; ``None`` if it did not."""
         stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
         status, excess = report.get("status"), report.get("reason", "")
         finished = Finished(
@@ -244,13 +252,14 @@ class _RunningLauncher:
 
 
 def _by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
-    """Return the reason of an end by a signal, which is also how the kernel reports that the processor time is used
-    up."""
+    """Return the reason of an end by signal ``number``, which is also how the kernel reports that the processor time is
+    used up."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):
         return Reason.CPU_TIME
     return Reason.SIGNALLED
 
 
 def _close(stream: Any) -> None:
+    """Close a stream; data that the ended launcher cannot receive any more are lost."""
     with contextlib.suppress(BrokenPipeError):  # what could not be sent is lost with it
         stream.close()

@@ -1,4 +1,8 @@
-"""The contract of an alarm, the parts that alarms are made of, and their settings."""
+"""The contract of an alarm, the parts that alarms are made of, and their settings.
+
+An *alarm* watches the metrics of each optimizer step, or the present state of the run, for one problem, such as a
+collapse of the entropy. It *goes off* when the problem begins: the user is warned, and the run may stop.
+"""
 
 from __future__ import annotations
 
@@ -20,42 +24,48 @@ Numbers = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Raised:
-    """An alarm that has just gone off."""
+    """The message of an alarm that has just gone off."""
 
     name: str
+    """The name of the alarm, such as ``entropy``."""
     words: str
     """The problem, with its numbers."""
     advice: str
     """The advice to the user."""
 
     def __str__(self) -> str:
+        """Return the message as one line: the name of the alarm, the problem and the advice."""
         return f"alarm {self.name}: {self.words}. {self.advice}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The present state of a run, as alarms read it."""
+    """The present state of a run, as alarms read it once a second."""
 
     state: LiveState
+    """What the terminal view shows too: steps, times, and what each loop waits for."""
     free_bytes: int
     """The free space on the disk of the run directory."""
 
 
 class Alarm(Protocol):
-    """A state machine that goes off once when a problem begins, and again only after the problem has gone."""
+    """The contract of an alarm: a state machine that goes off once when a problem begins, and again only after the
+    problem has gone. Both methods return the problem in words when it goes off, and an empty string otherwise."""
 
     def step(self, numbers: Numbers) -> str:
-        """Read the metrics of a step that has ended. Return the problem where the alarm goes off now, else an empty
-        string."""
+        """Check the metrics of an optimizer step that has ended, by name. Return the problem in words if the alarm goes
+        off now, else an empty string."""
         ...
 
     def moment(self, now: Moment) -> str:
-        """Read the present state. Return the problem where the alarm goes off now, else an empty string."""
+        """Check the present state of the run, once a second. Return the problem in words if the alarm goes off now,
+        else an empty string."""
         ...
 
 
 class Lasting:
-    """Goes off when a problem has lasted for ``patience`` steps in a row, and again only after a step without it.
+    """An alarm on the metrics of steps. It goes off when a problem has lasted for ``patience`` steps in a row, and
+    again only after a step without the problem.
 
     >>> alarm = Lasting(lambda numbers: "too high" if numbers["kl_mu_k3"] > 1 else "", patience=2)
     >>> [alarm.step({"kl_mu_k3": value}) for value in (2, 2, 2, 0, 2, 2)]
@@ -63,48 +73,58 @@ class Lasting:
     """
 
     def __init__(self, problem_in: Callable[[Numbers], str], *, patience: int) -> None:
-        """Create the alarm. ``problem_in`` returns the problem in the metrics of a step; empty where there is none."""
+        """Create the alarm. ``problem_in`` returns the problem in the metrics of a step, in words; an empty string
+        where there is none. ``patience`` is a number of steps, at least 1."""
         self._problem_in = problem_in
         self._patience = patience
         self._times = 0
 
     def step(self, numbers: Numbers) -> str:
+        """Return the problem in the metrics of this step if it is the ``patience``-th step in a row that has one, else
+        an empty string."""
         words = self._problem_in(numbers)
         self._times = self._times + 1 if words else 0
         return words if self._times == self._patience else ""
 
     def moment(self, now: Moment) -> str:
+        """Return an empty string: this alarm goes off at the end of steps alone."""
         return ""
 
 
 class Now:
-    """Goes off when there is a problem in the present state, and again only after a state without it."""
+    """An alarm on the present state of the run. It goes off at once when there is a problem, and again only after a
+    state without the problem."""
 
     def __init__(self, problem_in: Callable[[Moment], str]) -> None:
-        """Create the alarm. ``problem_in`` returns the problem in the present state; empty where there is none."""
+        """Create the alarm. ``problem_in`` returns the problem in the present state, in words; an empty string where
+        there is none."""
         self._problem_in = problem_in
         self._raised = False
 
     def step(self, numbers: Numbers) -> str:
+        """Return an empty string: this alarm does not read the metrics of steps."""
         return ""
 
     def moment(self, now: Moment) -> str:
+        """Return the problem in the present state if the state before had none, else an empty string."""
         words, before = self._problem_in(now), self._raised
         self._raised = bool(words)
         return "" if before else words
 
 
 class Baseline:
-    """Compares a metric with its median over the first ``num`` steps that have it."""
+    """The normal value of one metric, for alarms that compare later steps with it: the median over the first ``num``
+    steps that have the metric. It is called with the metrics of every step in order."""
 
     def __init__(self, name: str, num: int) -> None:
+        """Measure the metric ``name`` over its first ``num`` steps."""
         self._name = name
         self._num = num
         self._first: list[float] = []
 
     def __call__(self, numbers: Numbers) -> tuple[float, float] | None:
-        """Return the present value and the baseline; ``None`` without a value, and while the baseline is still
-        measured."""
+        """Return the value of the metric in this step and the baseline, its median over the first steps; ``None`` where
+        the step lacks the metric, and while the baseline is still being measured."""
         value = numbers.get(self._name)
         if value is None:
             return None
@@ -123,7 +143,7 @@ AlarmName = Annotated[str, NameOf(OFFERED, also=OWN)]
 
 
 class AlarmsConfig(Section):
-    """The alarms of a run: which are on, which stop the run, and their thresholds."""
+    """The settings of the alarms, ``[observe.alarms]``: which are on, which stop the run, and their thresholds."""
 
     off: tuple[AlarmName, ...] = ()
     """The alarms that are switched off."""

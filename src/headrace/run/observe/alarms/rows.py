@@ -1,8 +1,15 @@
 """The alarms, one row each (the function that makes the alarm, and the advice when it goes off), and the observer that
-runs them."""
+runs them.
+
+An *alarm* goes off when a problem begins. It is made from a function ``problem``, which returns the problem in the
+metrics of a step (``Numbers``: value by name) or in the present state (``Moment``) as a sentence, or an empty string.
+``Lasting`` makes an alarm that waits for ``patience`` such steps in a row, ``Now`` one that goes off at once, and
+``Baseline`` measures the normal value of a metric over the first steps.
+"""
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +36,8 @@ from headrace.run.observe.words import duration, number
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlarmRow:
-    """An alarm and its advice."""
+    """One kind of alarm, as Headrace or an installed package offers it: a function that makes the alarm, and the
+    advice to the user."""
 
     make: Callable[[AlarmsConfig], Alarm]
     """The function that makes the alarm from the settings."""
@@ -38,11 +46,13 @@ class AlarmRow:
 
 
 def _entropy(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for a collapse of the policy's entropy."""
+    """Return the alarm ``entropy``: it goes off when the policy's entropy stays below a fraction of its baseline, for
+    then the policy explores no longer."""
     baseline = Baseline("entropy", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if the entropy is less than a fraction of that of the first steps."""
+        """Return a sentence if the entropy is less than a fraction of that of the first steps, else an empty
+        string."""
         values = baseline(numbers)
         if values is None or values[0] >= config.entropy_frac * values[1]:
             return ""
@@ -52,14 +62,19 @@ def _entropy(config: AlarmsConfig) -> Alarm:
 
 
 def _zero_variance(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for groups whose rewards are all equal, from which nothing is learned."""
+    """Return the alarm ``zero_variance``: it goes off when too many groups have equal rewards for all their episodes,
+    so that their advantages are 0 and nothing is learned from them."""
+
+    lowest = math.inf
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if too many groups have equal rewards, unless that is because nearly all tasks are
-        solved."""
+        """Return a sentence if too many groups have equal rewards, unless that is because nearly all tasks are solved:
+        at least nine in ten episodes then have the greatest reward, and some have had a lower one, now or before."""
+        nonlocal lowest
         share = numbers.get("zero_variance_frac", 0.0)
         least, tenth, most = (numbers.get(f"reward_{name}") for name in ("min", "p10", "max"))
-        nearly_solved = tenth == most != least  # the few other groups hold what is left to learn
+        lowest = min(lowest, math.inf if least is None else least)
+        nearly_solved = most is not None and tenth == most > lowest
         if share < config.zero_variance_frac or nearly_solved:
             return ""
         return f"in {share:.0%} of the groups all rewards are equal"
@@ -68,10 +83,13 @@ def _zero_variance(config: AlarmsConfig) -> Alarm:
 
 
 def _rewards(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for reward components whose calls fail."""
+    """Return the alarm ``rewards``: it goes off when the calls of a reward component fail too often, as the metrics
+    ``reward_failed/COMPONENT`` say."""
     prefix = "reward_failed/"
 
     def problem(numbers: Numbers) -> str:
+        """Return the reward components that fail for too large a share of their calls, with the share; an empty string
+        without any."""
         shares = {name.removeprefix(prefix): share for name, share in numbers.items() if name.startswith(prefix)}
         failing = {name: share for name, share in shares.items() if share > config.max_reward_failed}
         return "; ".join(f"the reward {name!r} fails for {share:.0%} of its calls" for name, share in failing.items())
@@ -80,9 +98,11 @@ def _rewards(config: AlarmsConfig) -> Alarm:
 
 
 def _kl(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for a policy that moves far from what sampled its tokens, or from the reference."""
+    """Return the alarm ``kl``: it goes off when the trained policy π is far from μ, the policy that sampled its tokens,
+    or from the reference π_ref, by the KL divergence in nats per token."""
 
     def problem(numbers: Numbers) -> str:
+        """Return the larger of the two divergences in words if it is above the limit, else an empty string."""
         kls = {"KL(μ‖π)": numbers.get("kl_mu_k3", 0.0), "KL(π‖π_ref)": numbers.get("kl_ref", 0.0)}
         name = max(kls, key=lambda each: kls[each])
         return f"{name} is {number(kls[name])} nats per token" if kls[name] > config.max_kl else ""
@@ -91,10 +111,12 @@ def _kl(config: AlarmsConfig) -> Alarm:
 
 
 def _mismatch(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for engine and learner that disagree about fresh tokens."""
+    """Return the alarm ``mismatch``: it goes off when engine and learner compute different logprobs for fresh tokens,
+    which were sampled with the weights that the learner holds."""
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if the KL between engine and learner is above the limit."""
+        """Return a sentence if the KL divergence between engine and learner is above the limit, else an empty
+        string."""
         kl = numbers.get("mismatch_kl", 0.0)
         if kl <= config.max_mismatch:
             return ""
@@ -104,11 +126,12 @@ def _mismatch(config: AlarmsConfig) -> Alarm:
 
 
 def _length(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for episodes that grow long."""
+    """Return the alarm ``length``: it goes off when episodes have many times as many sampled tokens as at the
+    beginning of the run."""
     baseline = Baseline("length_mean", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if episodes are many times as long as in the first steps."""
+        """Return a sentence if episodes are many times as long as in the first steps, else an empty string."""
         values = baseline(numbers)
         if values is None or values[0] < config.length_times * values[1]:
             return ""
@@ -119,12 +142,13 @@ def _length(config: AlarmsConfig) -> Alarm:
 
 
 def _repetition(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for episodes that repeat themselves."""
+    """Return the alarm ``repetition``: it goes off when too many 4-grams (four tokens in a row) of an episode have
+    occurred earlier in the same episode."""
     baseline = Baseline("repetition", config.baseline_steps)
 
     def problem(numbers: Numbers) -> str:
-        """Return a sentence if episodes repeat themselves more than the limit and twice as much as in the first
-        steps."""
+        """Return a sentence if episodes repeat themselves at least as much as the limit and twice as much as in the
+        first steps, else an empty string."""
         values = baseline(numbers)
         if values is None or values[0] < config.max_repetition or values[0] < 2 * values[1]:
             return ""
@@ -134,12 +158,14 @@ def _repetition(config: AlarmsConfig) -> Alarm:
 
 
 def _stall(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for a run whose steps do not end."""
+    """Return the alarm ``stall``: it goes off when the run is training and no step has ended for a long time."""
     ends_s: list[float] = []
     steps = 0
 
     def problem(now: Moment) -> str:
-        """Return a sentence if no step has ended for much longer than steps usually take."""
+        """Return a sentence if no step has ended for ``stall_s`` seconds and for five times as long as steps usually
+        take, with what the learner waits for; else an empty string. It is called once a second and remembers when the
+        last steps ended."""
         nonlocal steps
         state = now.state
         if state.phase != "training":
@@ -160,9 +186,10 @@ def _stall(config: AlarmsConfig) -> Alarm:
 
 
 def _disk(config: AlarmsConfig) -> Alarm:
-    """Return the alarm for a disk that is nearly full."""
+    """Return the alarm ``disk``: it goes off when the disk of the run directory is nearly full."""
 
     def problem(now: Moment) -> str:
+        """Return a sentence if fewer gigabytes are free than the settings ask for, else an empty string."""
         free_gb = now.free_bytes / 1e9
         return f"{free_gb:.2f} GB are left on the disk of the run" if free_gb < config.min_free_gb else ""
 
@@ -216,10 +243,12 @@ ALARMS: Mapping[str, AlarmRow] = {
 
 
 class AlarmWatch:
-    """An observer that runs every alarm that is on, and calls ``on_alarm`` with each that goes off and with whether
-    the run is to stop."""
+    """An observer that checks every alarm that is on, after each step and once a second, and reports each that goes
+    off."""
 
     def __init__(self, config: AlarmsConfig, run_dir: Path, on_alarm: Callable[[Raised, bool], None]) -> None:
+        """Make the alarms that ``config`` switches on. ``on_alarm`` is called with each alarm that goes off, and with
+        whether the run is to stop because of it. ``run_dir`` is the directory on whose disk free space is measured."""
         self._stop_on = config.stop_on
         self._run_dir = run_dir
         self._on_alarm = on_alarm
@@ -228,24 +257,26 @@ class AlarmWatch:
         self._alarms = {name: row.make(config) for name, row in self._rows.items()}
 
     def step(self, record: StepRecord) -> None:
-        """Run the alarms on the metrics of a step."""
+        """Check the alarms on the metrics of a step that has ended, and report those that go off."""
         numbers = flat(record)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.step(numbers))
 
     def event(self, event: Event) -> None:
-        """Do nothing: this observer has no use for events."""
+        """Do nothing: alarms do not read events."""
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: alarms do not read the event trace."""
 
     def update(self, state: LiveState) -> None:
-        """Run the alarms on the present state of the run."""
+        """Check the alarms on the present state of the run and on the free space of its disk, and report those that go
+        off."""
         now = Moment(state=state, free_bytes=shutil.disk_usage(self._run_dir).free)
         for name, alarm in self._alarms.items():
             self._report(name, alarm.moment(now))
 
     def _report(self, name: str, words: str) -> None:
-        """Call ``on_alarm`` where ``words`` hold a problem."""
+        """Call ``on_alarm`` for the alarm ``name`` if it went off. ``words`` is its problem; empty if it did not go
+        off."""
         if words:
             self._on_alarm(Raised(name=name, words=words, advice=self._rows[name].advice), name in self._stop_on)

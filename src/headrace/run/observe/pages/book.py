@@ -1,4 +1,5 @@
-"""The directory of an evaluation: a line and a page for each episode while it runs, and an index at its end.
+"""The directory of an evaluation: a line and a page for each episode while it runs, and an index at its end. An
+evaluation makes several attempts at each task; an attempt is one episode.
 
 DIRECTORY/index.html               the figures, and every attempt
           episodes/3-1.html        the second attempt at the fourth task
@@ -22,11 +23,12 @@ from headrace.run.observe.pages.episode import Decode, episode_page
 from headrace.run.observe.pages.index import AttemptSummary, Figure, index_page
 
 PAGES, LINES, INDEX = "episodes", "episodes.jsonl", "index.html"
+"""The names in the directory: the folder of the pages, the file of lines, and the index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageInputs:
-    """The inputs of the pages of an evaluation."""
+    """The facts about an evaluation that its pages need besides the episodes."""
 
     rows: Sequence[Mapping[str, Any]]
     """The row of each task, by the task's number."""
@@ -40,14 +42,16 @@ class PageInputs:
 
 
 class PageWriter:
-    """The writer of the directory of one evaluation. It is used from one event loop; only :meth:`keep` waits for the
-    disk.
+    """The writer of the directory of one evaluation, for ``headrace eval``: it writes each episode as it ends, and the
+    index at the end. It is used from one event loop; :meth:`keep` writes in a thread.
 
     Every method raises :class:`~headrace.base.errors.RunError` where the directory cannot be written. The constructor
     raises :class:`~headrace.base.errors.ConfigError` for a directory that holds an evaluation already.
     """
 
     def __init__(self, directory: Path, shown: PageInputs) -> None:
+        """Create ``directory``, where it is missing, with an empty file of lines. ``shown`` has the tasks and says how
+        many episodes get a page."""
         self._directory = directory
         self._shown = shown
         self._attempts: dict[tuple[int, int], AttemptSummary] = {}
@@ -57,7 +61,8 @@ class PageWriter:
         self._write(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
-        """Write the line and the page of an episode that has ended."""
+        """Write the line of an episode that has ended and, if it is among the first ``max_pages``, its page; also
+        remember its reward for the index. The disk is written in a thread, so that other episodes go on."""
         task, attempt = episode.key
         order = attempt * len(self._shown.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
@@ -65,7 +70,8 @@ class PageWriter:
         await off_loop(partial(self._write, partial(self._add, episode, page)))
 
     def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
-        """Write the index, and return its path."""
+        """Write the index page at the end of the evaluation, and return its path. ``title`` is its heading, ``figures``
+        are the results, and ``notes`` are the warnings of the evaluation, which stand above them."""
         tasks = [
             [
                 self._attempts[task, place]
@@ -79,7 +85,8 @@ class PageWriter:
         return index
 
     def _add(self, episode: EpisodeGraph, page: str) -> None:
-        """Append the line of an episode, and write its page where it has one."""
+        """Append the line of an episode to ``episodes.jsonl``, and write its page to the path ``page`` in the
+        directory; an empty ``page`` means that it gets none."""
         line = {
             "task": episode.key.group,
             "attempt": episode.key.place,
@@ -99,7 +106,8 @@ class PageWriter:
             (self._directory / page).write_text(episode_page(episode, row, self._shown.decode), encoding="utf-8")
 
     def _write(self, write: Callable[[], object]) -> None:
-        """Run ``write``, and raise :class:`~headrace.base.errors.RunError` where the disk refuses it."""
+        """Call ``write``, which writes to the disk, and raise :class:`~headrace.base.errors.RunError` if it fails with
+        an ``OSError``."""
         try:
             write()
         except OSError as error:

@@ -1,6 +1,7 @@
 """The page of one episode: its rewards, the graph of its turns, and every token with its logprob.
 
-Shape legend: T tokens of one turn.
+An *episode* is one attempt at a task: a tree of *turns*, each of contiguous tokens by one author. A turn is *sampled*
+if the policy wrote it, otherwise given. Functions return HTML text. Shape legend: T tokens of one turn.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_TOKENS = 50_000
 _LONGEST_CHARACTER = 8
 """The largest number of tokens over which one character may be spread."""
 _LEVELS = ((0.9, ""), (0.5, "l1"), (0.1, "l2"), (0.01, "l3"))
-"""The least probability of a token, and the style class of its colour."""
+"""The least probability of a token and the style class of its colour, from likely (no colour) to unlikely."""
 _STEP, _COLUMN = 26, 22
 """The distances in pixels between two turns of the graph, and between two columns."""
 
@@ -29,7 +30,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> str:
-    """Return the whole page of an episode."""
+    """Return the whole HTML page of an episode of an evaluation: its figures, the row of its task, the graph of its
+    turns, and each turn. ``decode`` turns token ids into text."""
     key = f"task {episode.key.group + 1}, attempt {episode.key.place + 1}"
     tokens_left = MAX_TOKENS
     turns: list[str] = []
@@ -49,7 +51,7 @@ def episode_page(episode: EpisodeGraph, row: dict[str, Any], decode: Decode) -> 
 
 
 def _as_json(row: dict[str, Any]) -> str:
-    """Return a row as JSON, or as Python prints it where JSON cannot hold it."""
+    """Return ``row``, the data of a task, as indented JSON; where a value has no JSON form, as Python prints it."""
     try:
         return msgspec.json.format(msgspec.json.encode(row), indent=2).decode()
     except (TypeError, ValueError, OverflowError):
@@ -57,7 +59,8 @@ def _as_json(row: dict[str, Any]) -> str:
 
 
 def _cards(episode: EpisodeGraph) -> str:
-    """Return the figures at the top of the page."""
+    """Return the figures at the top of an episode's page as HTML: reward, status, numbers of tokens and turns, parts of
+    the reward, and values that reward functions logged."""
     sampled = [turn for turn in episode.turns if turn.stop_reason is not None]
     branches = len(episode.leaves())
     cards = [
@@ -77,8 +80,8 @@ def _cards(episode: EpisodeGraph) -> str:
 
 
 def _columns(turns: Sequence[Turn]) -> list[int]:
-    """Return the column in which each turn is drawn. The first turn that continues another stays in that turn's
-    column."""
+    """Return for each turn the column of the graph in which it is drawn, from 0. The first turn that continues another
+    stays in that turn's column; every other turn opens a new column, as branches do."""
     columns: list[int] = []
     continued: set[int] = set()
     num_columns = 0
@@ -93,7 +96,8 @@ def _columns(turns: Sequence[Turn]) -> list[int]:
 
 
 def _graph(episode: EpisodeGraph) -> str:
-    """Return the graph of the turns: from top to bottom in the order of their start, with branches side by side."""
+    """Return the graph of the turns as an SVG picture in HTML: from top to bottom in the order of the turns, with
+    branches side by side. Each point links to the section of its turn. The episode must have a turn."""
     columns = _columns(episode.turns)
     places = [(14 + _COLUMN * column, 16 + _STEP * index) for index, column in enumerate(columns)]
     left = 28 + _COLUMN * max(columns)
@@ -118,7 +122,8 @@ def _graph(episode: EpisodeGraph) -> str:
 
 
 def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
-    """Return the section of one turn; ``single`` shows its tokens one by one."""
+    """Return the HTML section of the turn with number ``index``: its author, facts about it, and its text. With
+    ``single``, a sampled turn shows each token in the colour of its probability; else the text is plain."""
     facts = [plural(len(turn.tokens), "token")]
     facts += [f"continues {turn.parent}"] if turn.parent is not None else []
     facts += [f"ended by {turn.stop_reason}"] if turn.stop_reason is not None else []
@@ -136,8 +141,9 @@ def _turn(index: int, turn: Turn, decode: Decode, *, single: bool) -> str:
 
 
 def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
-    """Yield the tokens of a sampled turn, coloured by probability. Tokens that form one character together are one
-    element."""
+    """Yield the tokens of a sampled turn as HTML elements, coloured by probability, each with its id, logprob and
+    version as a tooltip. Tokens that form one character only together are one element, in the colour of the least
+    likely of them."""
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):
@@ -154,7 +160,8 @@ def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
 
 
 def _level(logprob: float) -> str:
-    """Return the style class for a logprob."""
+    """Return the style class of the colour for a token with this logprob, by :data:`_LEVELS`; ``l4`` for the least
+    likely tokens, and ``lx`` for a logprob that is not finite."""
     if not math.isfinite(logprob):
         return "lx"
     return next((level for least, level in _LEVELS if logprob >= math.log(least)), "l4")

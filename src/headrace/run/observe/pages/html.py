@@ -13,7 +13,8 @@ LONGEST = 200_000
 
 
 def text(value: object, limit: int = LONGEST) -> str:
-    """Return ``value`` as escaped text for a page. Line breaks stay; other control characters are spelled out.
+    """Return ``value`` as escaped text for an HTML page, cut after ``limit`` characters. Line breaks stay; other
+    control characters are spelled out.
 
     >>> text("<b>\\x1b[31m\\n")
     '&lt;b&gt;\\\\x1b[31m\\n'
@@ -24,7 +25,8 @@ def text(value: object, limit: int = LONGEST) -> str:
 
 
 def figure(value: float | None) -> str:
-    """Return a number in few digits; a dash for ``None``, and the name of a number that is not finite."""
+    """Return a number as text with about three digits for a page; a dash for ``None``, and ``nan`` or ``inf`` for a
+    number that is not finite."""
     if value is not None and not math.isfinite(value):
         return str(value)
     sign = "−" if value is not None and value < 0 else ""
@@ -32,7 +34,8 @@ def figure(value: float | None) -> str:
 
 
 def page(title: str, body: str) -> str:
-    """Return a whole HTML document with ``body``, which is HTML. No script can run in it, and it loads nothing.
+    """Return a whole HTML document with the plain text ``title`` and with ``body``, which is HTML and must be escaped
+    already. No script can run in the document, and it loads nothing.
 
     >>> page("a run", "<h1>a run</h1>").count("<h1>")
     1

@@ -1,4 +1,5 @@
-"""The index page of an evaluation: its figures, and all attempts."""
+"""The index page of an evaluation: its figures, and all attempts at each task, with links to their pages. Functions
+return HTML text."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ MAX_TASKS = 5000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One figure of the result."""
+    """One figure of an evaluation's result, with its 95 % confidence interval, where it has one."""
 
     name: str
+    """The name of the figure, as the page shows it."""
     value: float
     """The value, which has no unit."""
     low: float | None = None
@@ -26,7 +28,7 @@ class Figure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptSummary:
-    """The entry of one attempt on the index page."""
+    """The entry of one attempt at a task on the index page: its reward or failure, and the path of its page."""
 
     reward: float | None
     """The reward; ``None`` where the attempt failed."""
@@ -39,7 +41,9 @@ class AttemptSummary:
 def index_page(
     title: str, figures: Sequence[Figure], notes: Sequence[str], tasks: Sequence[Sequence[AttemptSummary]]
 ) -> str:
-    """Return the whole index page. ``tasks`` holds the attempts at each task."""
+    """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
+    ``notes`` are warnings above them. ``tasks`` holds, for each task in order, its attempts; at most
+    :data:`MAX_TASKS` are listed."""
     listed = tasks[:MAX_TASKS]
     rows = "".join(
         f"<tr><td>{number + 1}</td><td>{figure(_mean(attempts))}</td>"
@@ -60,14 +64,15 @@ def index_page(
 
 
 def _card(shown: Figure) -> str:
-    """Return a figure with its interval."""
+    """Return a figure as an HTML card with its name, its value and its 95 % interval, or the words ``no interval``."""
     both = shown.low is not None and shown.high is not None
     words = f"95 %: {figure(shown.low)} to {figure(shown.high)}" if both else "no interval"
     return f"<div><dt>{text(shown.name, 80)}</dt><dd>{figure(shown.value)}<small>{words}</small></dd></div>"
 
 
 def _attempt(attempt: AttemptSummary) -> str:
-    """Return an attempt as a link to its page."""
+    """Return an attempt as HTML: its reward, or ``failed`` with the cause as a tooltip, and a link to its page where it
+    has one."""
     kind = "bad" if attempt.reward is None else "good" if attempt.reward > 0 else ""
     words = "failed" if attempt.reward is None else figure(attempt.reward)
     label = f"<span class='{kind}' title='{text(attempt.cause, 500)}'>{words}</span>"
@@ -75,5 +80,5 @@ def _attempt(attempt: AttemptSummary) -> str:
 
 
 def _mean(attempts: Sequence[AttemptSummary]) -> float:
-    """Return the mean reward; a failed attempt counts as 0."""
+    """Return the mean reward of the attempts at one task; a failed attempt counts as 0. It is 0 without attempts."""
     return sum(attempt.reward or 0.0 for attempt in attempts) / len(attempts) if attempts else 0.0

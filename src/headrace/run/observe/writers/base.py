@@ -1,4 +1,9 @@
-"""The contract of a writer of metrics, and the facts about the run that it receives."""
+"""The contract of a writer of metrics, and the facts about the run that it receives.
+
+A *writer* copies the metrics of a run to another program, such as TensorBoard. Each entry of the setting
+``observe.writers`` is a section (:class:`WriterSection`) that opens one writer (:class:`MetricWriter`). A *life* of a
+run is the time from one start or resumption to its end.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +19,52 @@ from headrace.base.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunFacts:
-    """The facts about a run that a writer of metrics needs."""
+    """The facts about a run that a writer of metrics needs to open its own record of it."""
 
     run_dir: Path
+    """The directory of the run."""
     config: Mapping[str, Any]
     """The resolved settings of the run."""
 
     @property
     def name(self) -> str:
-        """Return the name that people give the run."""
+        """Return the name of the run directory, which the other program shows as the name of the run."""
         return self.run_dir.name
 
     @property
     def key(self) -> str:
-        """Return an identifier of the run: the same in every life of the run, and different for every other run."""
+        """Return an identifier of the run, 16 hexadecimal digits that are made from the path of its directory. A
+        resumed run has the same one, so that a writer continues its old record instead of a new one."""
         return hashlib.blake2b(str(self.run_dir.resolve()).encode(), digest_size=8).hexdigest()
 
 
 class MetricWriter(Protocol):
-    """A writer of metrics. It runs in a thread of its own, where it may block and raise any error."""
+    """A writer that passes the metrics of each step to another program. It runs in a thread of its own, where it may
+    block and raise any error; the run goes on without it."""
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Write the metrics of a step by name. All values are finite; ``unix_s`` is the time of the step in seconds
-        since 1970."""
+        """Write the metrics of the optimizer step ``step``, counted from 0: each value by the name of its metric. All
+        values are finite; ``unix_s`` is when the step ended, in seconds since 1970."""
         ...
 
     def close(self) -> None:
-        """Finish the writing, after the last step."""
+        """Write what is buffered and end the connection or the files. Called once, after the last step."""
         ...
 
 
 class WriterSection(Section):
-    """The settings of one kind of writer. They open the writer."""
+    """The settings of one kind of writer, one entry of ``observe.writers``. Each kind is a subclass, whose :meth:`open`
+    makes the writer."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where it cannot work."""
+        """Return a new writer for ``run``, ready to write. Raises :class:`~headrace.base.errors.ConfigError` where it
+        cannot work, for example because its package is not installed. Each subclass implements it."""
         raise NotImplementedError
 
 
 def missing_package(package: str, extra: str) -> ConfigError:
-    """Return the error for a writer whose package is not installed."""
+    """Return the error, for the caller to raise, about a writer whose Python package ``package`` is not installed.
+    ``extra`` is the extra of Headrace that installs it, which is also the writer's kind."""
     return ConfigError(
         f"observe.writers asks for {extra}, and the package {package} is not installed",
         remedy=f"pip install 'headrace[{extra}]'",

@@ -1,4 +1,5 @@
-"""The writer of metrics for MLflow."""
+"""The writer of metrics for MLflow, an experiment tracker: the run becomes one MLflow run, which a resumed run
+continues."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ AT_ONCE = 1000
 
 
 class Mlflow(WriterSection):
-    """Metrics as a run of an experiment on an MLflow tracking server."""
+    """The settings of the writer ``mlflow``: the metrics of the run become a run of an experiment on an MLflow tracking
+    server, or in a database file."""
 
     kind: Literal["mlflow"] = "mlflow"
     tracking_uri: str = ""
@@ -26,8 +28,9 @@ class Mlflow(WriterSection):
     """The name of the experiment, which is created where there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
-        installed."""
+        """Return the writer of ``run``, after its MLflow run is created with the settings as parameters, or, for a
+        resumed run, found by its tag and opened again. Raises :class:`~headrace.base.errors.ConfigError` where the
+        package is not installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
@@ -46,7 +49,8 @@ class Mlflow(WriterSection):
 
 
 def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the settings by their dotted names; ``prefix`` stands before each."""
+    """Return the values of the nested settings ``tree`` as text, each with its dotted name such as ``learner.lr``, for
+    MLflow's parameters. ``prefix`` stands before each name; it is empty except in the recursion."""
     flat: list[tuple[str, str]] = []
     for key, value in tree.items():
         flat += _params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
@@ -54,12 +58,16 @@ def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 class _MlflowWriter:
+    """The open writer, which :meth:`Mlflow.open` returns: it logs each step to one MLflow run."""
+
     def __init__(self, client: MlflowClient, run_id: str) -> None:
+        """Write to the MLflow run with the id ``run_id`` through ``client``."""
         self._client = client
         self._run_id = run_id
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Write the values of a step to MLflow, in batches of :data:`AT_ONCE`."""
+        """Log the metrics of an optimizer step, in calls of at most :data:`AT_ONCE`. ``unix_s`` is when the step ended,
+        in seconds since 1970."""
         from mlflow.entities import Metric
 
         metrics = [Metric(_key(name), value, int(unix_s * 1000), step) for name, value in values.items()]
@@ -67,9 +75,11 @@ class _MlflowWriter:
             self._client.log_batch(self._run_id, metrics=metrics[first : first + AT_ONCE])
 
     def close(self) -> None:
+        """Mark the MLflow run as ended on the server."""
         self._client.set_terminated(self._run_id)
 
 
 def _key(name: str) -> str:
-    """Return a metric's name with ``_`` for the characters that MLflow does not accept."""
+    """Return the name of a metric for MLflow: ``name`` with ``_`` in place of each character that MLflow does not
+    accept."""
     return "".join(each if each.isalnum() or each in "_-. /" else "_" for each in name)

@@ -1,4 +1,8 @@
-"""An observer that passes metrics to a writer in a thread, so that a slow or failing writer does not delay the run."""
+"""An observer that passes metrics to a writer in a thread, so that a slow or failing writer does not delay the run.
+
+An *observer* receives a record of every optimizer step from the controller; a *writer* copies its metrics to another
+program, such as TensorBoard.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +29,15 @@ _Post = tuple[int, float, dict[str, float]]
 
 
 class Posting:
-    """An observer that passes the metrics of each step to one writer.
+    """An observer that passes the metrics of each step to one writer, through a queue and a thread of its own.
 
     Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` has them. Use it as a context
-    manager: its end writes the steps that wait.
+    manager: its end writes the steps that wait in the queue, for at most a minute.
     """
 
     def __init__(self, kind: str, writer: MetricWriter, warn: Callable[[str], None]) -> None:
+        """Pass metrics to ``writer``. ``kind`` is its name in warnings, such as ``wandb``; ``warn`` records a warning
+        of the run and is called in the thread of the caller, never in the writer's."""
         self._kind = kind
         self._writer = writer
         self._warn = warn
@@ -41,8 +47,8 @@ class Posting:
         self._thread = threading.Thread(target=self._run, name=f"writer {kind}", daemon=True)
 
     def step(self, record: StepRecord) -> None:
-        """Queue the metrics of a step for the writer. Values that are not finite are left out, since these systems
-        do not accept them."""
+        """Queue the metrics of an optimizer step for the writer, without waiting: where the queue is full, the step is
+        lost to the writer. Values that are not finite are left out, since these systems do not accept them."""
         values = {name: value for name, value in flat(record).items() if math.isfinite(value)}
         self._num += 1
         try:
@@ -52,29 +58,31 @@ class Posting:
         self._warn_once()
 
     def event(self, event: Event) -> None:
-        """Do nothing: this observer has no use for events."""
+        """Do nothing: writers receive metrics of steps alone."""
 
     def spans(self, spans: Sequence[Span]) -> None:
-        """Do nothing: this observer has no use for spans."""
+        """Do nothing: writers receive metrics of steps alone."""
 
     def update(self, state: LiveState) -> None:
-        """Warn once where the writer fails."""
+        """Warn if the writer has failed since the last call. The present state itself is not written."""
         self._warn_once()
 
     def _warn_once(self) -> None:
-        """Warn once where the writer fails."""
+        """Report the writer's first problem as a warning of the run, if there is one; later ones are only counted."""
         if self._problem and not self._warned:
             self._warned = True
             self._warn(f"the writer {self._kind} fails, the run continues: {self._problem}")
 
     def _run(self) -> None:
-        """Write the queued steps, until the queue ends."""
+        """Write the queued steps, and close the writer at the end of the queue, which is a ``None``. This is the work
+        of the thread."""
         while (post := self._posts.get()) is not None:
             self._written += self._attempt(partial(self._writer.write, *post))
         self._attempt(self._writer.close)
 
     def _attempt(self, work: Callable[[], None]) -> bool:
-        """Return whether ``work`` succeeded; note its first error."""
+        """Run ``work``, a call of the writer, and return whether it raised no error. The first error of the writer is
+        kept for the warning."""
         try:
             work()
         except Exception as error:  # noqa: BLE001 - the edge of a thread: the error becomes a warning of the run
@@ -83,10 +91,13 @@ class Posting:
         return True
 
     def __enter__(self) -> Self:
+        """Start the writer's thread, and return the observer."""
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Wait until the queued steps are written and the writer is closed, for :data:`CLOSE_TIMEOUT_S` each to end the
+        queue and to end the thread, and warn of the steps that are lost."""
         try:
             self._posts.put(None, timeout=CLOSE_TIMEOUT_S)
         except queue.Full:

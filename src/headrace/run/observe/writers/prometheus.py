@@ -31,7 +31,8 @@ MAX_CONNECTIONS = 64
 
 
 class Prometheus(WriterSection):
-    """Metrics at an HTTP endpoint that Prometheus reads, with the token of ``metrics.token`` in the run directory."""
+    """The settings of the writer ``prometheus``: an HTTP endpoint serves the metrics of the newest step, and Prometheus
+    reads them with the token in ``metrics.token`` of the run directory."""
 
     kind: Literal["prometheus"] = "prometheus"
     host: str = "127.0.0.1"
@@ -45,12 +46,14 @@ class Prometheus(WriterSection):
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
+        """Refuse a certificate without its key, and a key without its certificate."""
         refuse_incomplete_tls("observe.writers", self.tls_certificate, self.tls_key)
         return self
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, and start the endpoint. Raises :class:`~headrace.base.errors.ConfigError`
-        where the port cannot be bound."""
+        """Start the HTTP endpoint in a thread, and return the writer of ``run``, whose newest step the endpoint serves
+        and whose ``close`` stops it. Raises :class:`~headrace.base.errors.ConfigError` where the port cannot be
+        bound."""
         from prometheus_client import CollectorRegistry, make_asgi_app
 
         from headrace.base.net.auth import TokenAuth
@@ -82,7 +85,8 @@ class Prometheus(WriterSection):
 
 
 def _token(file: Path) -> str:
-    """Return the token in ``file``, which is created with a new one where it is missing."""
+    """Return the token in ``file``, which a request to the endpoint must have. A missing file is created with a new
+    random token, readable for this user alone."""
     if not file.exists():
         file.touch(0o600)
         file.write_text(secrets.token_urlsafe(24), encoding="utf-8")
@@ -90,26 +94,32 @@ def _token(file: Path) -> str:
 
 
 class _NewestStep:
-    """A Prometheus collector of the newest step, as gauges. Environment, agent, reason and the like are labels."""
+    """The writer of Prometheus, which keeps the metrics of the newest step alone. It is also the collector that the
+    Prometheus client asks for them: each metric is a gauge; environment, agent, reason and the like are its labels."""
 
     def __init__(self, run: str) -> None:
+        """Start without values. ``run`` is the name of the run, the label ``run`` of every gauge."""
         self._run = run
         self._values: Mapping[str, float] = {}
         self._ends: tuple[Callable[[], object], ...] = ()
 
     def on_close(self, *ends: Callable[[], object]) -> None:
-        """Call ``ends`` in their order when the writer is closed."""
+        """Call ``ends`` in their order when the writer is closed: the calls that stop the HTTP server."""
         self._ends = ends
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Replace the served values by the metrics of the optimizer step ``step``, which ended at ``unix_s`` (seconds
+        since 1970); both are served as gauges too."""
         self._values = {**values, "step": float(step), "step_unix_s": unix_s}
 
     def close(self) -> None:
+        """Stop the HTTP server and wait for its thread."""
         for end in self._ends:
             end()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the values of the newest step for Prometheus, as gauges with the run as a label."""
+        """Yield the metrics of the newest step as gauges, one family for each metric, with the run and the metric's own
+        label. The Prometheus client calls it for every request."""
         from prometheus_client.core import GaugeMetricFamily
 
         families: dict[str, GaugeMetricFamily] = {}

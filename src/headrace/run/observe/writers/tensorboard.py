@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(WriterSection):
-    """Metrics as event files in the run directory."""
+    """The settings of the writer ``tensorboard``: the metrics of the run become TensorBoard's event files in the run
+    directory."""
 
     kind: Literal["tensorboard"] = "tensorboard"
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
-        installed."""
+        """Return the writer of ``run``, which writes into ``tensorboard/`` of its directory. Raises
+        :class:`~headrace.base.errors.ConfigError` where the package ``tensorboardX`` is not installed."""
         try:
             from tensorboardX import SummaryWriter
         except ImportError:
@@ -30,15 +31,20 @@ class TensorBoard(WriterSection):
 
 
 class _TensorboardWriter:
+    """The open writer, which :meth:`TensorBoard.open` returns: it adds each metric of each step to the event files."""
+
     def __init__(self, files: SummaryWriter) -> None:
+        """Write to ``files``, the event files of TensorBoard."""
         self._files = files
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
-        """Write the values of a step to TensorBoard, with their meanings and units."""
+        """Add the metrics of an optimizer step to the event files, with their meanings and units as descriptions.
+        ``unix_s`` is when the step ended, in seconds since 1970."""
         for name, value in values.items():
             found = find(name)
             words = "" if found is None else f"{found[0].what} ({found[0].unit or 'a number'})"
             self._files.add_scalar(name, value, step, walltime=unix_s, summary_description=words)
 
     def close(self) -> None:
+        """Write what is buffered and close the event files."""
         self._files.close()

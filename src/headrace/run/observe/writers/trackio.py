@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class Trackio(WriterSection):
-    """Metrics as a run of a trackio project, in trackio's own folder or in a Space."""
+    """The settings of the writer ``trackio``: the metrics of the run become a run of a trackio project, in trackio's
+    own folder or in a Hugging Face Space."""
 
     kind: Literal["trackio"] = "trackio"
     project: str = "headrace"
@@ -21,8 +22,8 @@ class Trackio(WriterSection):
     """The Hugging Face Space that shows the metrics; unset: this machine alone."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
-        installed."""
+        """Return the writer of ``run``, after its trackio run is begun or, for a resumed run, continued. Raises
+        :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
         try:
             import trackio
         except ImportError:
@@ -39,11 +40,16 @@ class Trackio(WriterSection):
 
 
 class _TrackioWriter:
+    """The open writer, which :meth:`Trackio.open` returns: it logs each step to one run of trackio."""
+
     def __init__(self, run: Run) -> None:
+        """Write to ``run``, trackio's own object for the run."""
         self._run = run
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Log the metrics of an optimizer step. trackio sets the time itself, so ``unix_s`` is not used."""
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
+        """Tell trackio that its run has ended."""
         self._run.finish()

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 
 
 class Wandb(WriterSection):
-    """Metrics as a run of a Weights & Biases project. The key is the one that ``wandb login`` has stored."""
+    """The settings of the writer ``wandb``: the metrics of the run become a run of a Weights & Biases project. The API
+    key is the one that ``wandb login`` has stored."""
 
     kind: Literal["wandb"] = "wandb"
     project: str = "headrace"
@@ -23,8 +24,8 @@ class Wandb(WriterSection):
     """``offline`` writes files into the run directory, for ``wandb sync``."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``. Raises :class:`~headrace.base.errors.ConfigError` where the package is not
-        installed."""
+        """Return the writer of ``run``, after its Weights & Biases run is begun or, for a resumed run, continued.
+        Raises :class:`~headrace.base.errors.ConfigError` where the package is not installed."""
         try:
             import wandb
         except ImportError:
@@ -44,11 +45,16 @@ class Wandb(WriterSection):
 
 
 class _WandbWriter:
+    """The open writer, which :meth:`Wandb.open` returns: it logs each step to one run of Weights & Biases."""
+
     def __init__(self, run: Run) -> None:
+        """Write to ``run``, the object of the package ``wandb`` for the run."""
         self._run = run
 
     def write(self, step: int, unix_s: float, values: Mapping[str, float]) -> None:
+        """Log the metrics of an optimizer step. ``unix_s`` is when the step ended, in seconds since 1970."""
         self._run.log({**values, "_timestamp": unix_s}, step=step)
 
     def close(self) -> None:
+        """Send or store what is buffered, and end the run of Weights & Biases."""
         self._run.finish()

@@ -10,10 +10,11 @@ TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
 
 class WithoutTriton(importlib.abc.MetaPathFinder):
-    """An import hook that loads that module as if Triton were missing."""
+    """An import hook that loads vLLM's module :data:`TOP_K` as if Triton were missing, so that it uses torch."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        """Return the spec of that module; ``None`` for all others."""
+        """Return the import spec of the module ``name`` if it is :data:`TOP_K`, changed so that its ``HAS_TRITON`` is
+        false once it is loaded; ``None`` for all others, which Python then imports as usual."""
         if name != TOP_K:
             return None
         sys.meta_path.remove(self)
@@ -21,6 +22,7 @@ class WithoutTriton(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def loaded(module: Any) -> None:
+            """Load the module, and mark Triton as missing in it."""
             load(module)
             module.HAS_TRITON = False
 

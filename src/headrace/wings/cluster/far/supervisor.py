@@ -1,4 +1,4 @@
-"""The supervisor of one process of the run on another machine: an actor of a cluster, or a part of the program
+"""The supervisor of one process of the run on another machine (a node): an actor of a cluster, or a part of the program
 ``headrace join``. When the supervisor or its machine ends, the pipe that it holds closes, and the process ends with all
 that it started."""
 
@@ -24,18 +24,19 @@ from headrace.launch.starts import Briefing, EngineStart, EnvironmentStart, Lear
 
 
 class NodeQuery(msgspec.Struct, frozen=True, kw_only=True):
-    """A question about a node, before a process is started there."""
+    """A question about a node that the controller asks before a process is started there."""
 
     paths: dict[str, str]
     """Paths that must exist on the node, by the setting that names them."""
     run_dir: str
+    """Path of the run directory on the controller's machine."""
     mark: str
     """Name of a file that the controller has made in the run directory. If the node does not see it, its run directory
     is another folder."""
 
 
 class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The answer to a :class:`NodeQuery`."""
+    """The answer of a node to a :class:`NodeQuery`."""
 
     address: str
     """Address at which other machines reach the node."""
@@ -44,42 +45,46 @@ class NodeReply(msgspec.Struct, frozen=True, kw_only=True):
     headrace: str
     """Version of Headrace on the node."""
     missing: dict[str, str]
-    """The requested paths that do not exist on the node."""
+    """The paths of the query that do not exist on the node, by the setting that names each of them."""
     shared: bool
     """Whether the node sees the controller's run directory."""
     port: int
-    """A port that was free when the node looked."""
+    """A port that was free when the query was answered."""
 
 
 class Begin(msgspec.Struct, frozen=True, kw_only=True):
-    """An order to start a process."""
+    """The order to a supervisor to start its process, sent as JSON."""
 
     name: str
+    """Name of the process in the run."""
     briefing: Briefing
+    """What the process is to do, and the addresses of its channel to the controller."""
     token: str
+    """The run's secret, which the process must show."""
     num_threads: int
+    """Number of threads that the process may compute with."""
     log: str
-    """Path of the log; empty if the node does not see the run directory. Then the supervisor holds the log while the
-    process lives."""
+    """Path of the log; empty if the node does not see the run directory. The log is then a file of the supervisor,
+    which is deleted when the process ends."""
 
 
 class FarExit(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of a process on another machine."""
+    """The end of a process on another machine, as its supervisor reports it."""
 
     code: int
     """Exit code; negative for a signal."""
     words: str
-    """The exit code in words, to follow the process's name in a sentence."""
+    """How the process ended, in words that follow its name in a sentence."""
     lines: list[str]
     """The last lines of the process's log."""
 
 
 class ProcessSupervisor:
-    """The supervisor of one process, from its start to its end. Its methods take and return JSON bytes, strings and
-    numbers, which can cross machines."""
+    """The supervisor of one process, from its start to its end. The run calls its methods over the network, so they
+    take and return JSON as bytes, strings and numbers."""
 
     def __init__(self, address: str) -> None:
-        """Make a supervisor. ``address`` is the address at which other machines reach this one."""
+        """Make a supervisor without a process. ``address`` is that at which other machines reach this one."""
         self._address = address
         self._process: LocalProcess | None = None
         self._log = Path()
@@ -88,7 +93,7 @@ class ProcessSupervisor:
         self._directory = Lease.directory(Path(tempfile.gettempdir()))
 
     def look(self, query: bytes) -> bytes:
-        """Return the :class:`NodeReply` to the :class:`NodeQuery` in ``query``."""
+        """Return the encoded :class:`NodeReply` to the encoded :class:`NodeQuery` ``query``."""
         question, address = msgspec.json.decode(query, type=NodeQuery), self._address
         with socket.socket(family_of(address)) as free:
             free.bind((address, 0))
@@ -104,12 +109,13 @@ class ProcessSupervisor:
         return msgspec.json.encode(found)
 
     def clock_s(self) -> float:
-        """Return the node's monotonic clock, in seconds."""
+        """Return the time of the node's monotonic clock in seconds, by which the run aligns times of different
+        machines."""
         return RealClock().now()
 
     async def begin(self, order: bytes) -> int:
-        """Start the process of the :class:`Begin` in ``order`` and return its process id. Raises ``OSError`` if the
-        system refuses."""
+        """Start the process that the encoded :class:`Begin` ``order`` describes, and return its process id. Raises
+        ``OSError`` if the system refuses."""
         begin = msgspec.json.decode(order, type=Begin)
         self._log = Path(begin.log) if begin.log else self._directory.path / "log"
         home = ProcessResources(
@@ -119,7 +125,7 @@ class ProcessSupervisor:
         return self._process.pid
 
     async def ended(self) -> bytes:
-        """Wait for the process to end, end what it started, and return its :class:`FarExit`."""
+        """Wait for the process to end, end all that it started, and return the encoded :class:`FarExit`."""
         process = self._running()
         await process.wait()
         await process.kill()
@@ -131,7 +137,7 @@ class ProcessSupervisor:
         return msgspec.json.encode(answer)
 
     async def drop(self) -> None:
-        """End the process now, if there is one."""
+        """Kill the process now, if there is one, and delete the directory of the supervisor."""
         if self._process is None:
             self._directory.end()
         else:
@@ -143,22 +149,24 @@ class ProcessSupervisor:
         return await self._running().computed_s()
 
     async def halted(self) -> bytes:
-        """Return the reason why the process cannot continue, as UTF-8 text; empty if it can."""
+        """Return the reason why the process makes no progress, such as a signal that stopped it, as UTF-8 text; empty
+        if there is none."""
         return (await self._running().halted()).encode()
 
     def _running(self) -> LocalProcess:
+        """Return the process. Raises :class:`~headrace.base.errors.RunError` if none was started."""
         if self._process is None:
             raise RunError("this supervisor has no process", remedy="start one first")
         return self._process
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Return the family of sockets that can have ``address``."""
+    """Return the family of sockets for an ``address``: IPv6 if it has a colon, else IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _interface(address: str) -> str:
-    """Return the network interface that has ``address``; empty if none has."""
+    """Return the name of this machine's network interface that has ``address``; empty if none has."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):
             return name
@@ -166,7 +174,8 @@ def _interface(address: str) -> str:
 
 
 def paths_of(start: Start) -> dict[str, str]:
-    """Return the paths that a process needs on its machine, by the setting that names them.
+    """Return the paths that must exist on the machine of a process that starts with ``start``, by the setting that
+    names them.
 
     >>> paths_of(ScorerStart(reward={"kind": "function", "ref": "/code/reward.py:reward"}))
     {'env.reward': '/code/reward.py'}

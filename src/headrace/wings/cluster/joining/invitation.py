@@ -12,14 +12,14 @@ from headrace.launch.config import INVITATION_FILE
 
 
 class Invitation(msgspec.Struct, frozen=True, kw_only=True):
-    """An invitation to one run, valid as long as the run lives."""
+    """An invitation to one run, which its user copies to another machine. It is valid as long as the run lives."""
 
     address: str
-    """``HOST:PORT`` of the run."""
+    """``HOST:PORT`` at which the run listens for machines."""
     key: str
-    """Public key of the listener; without it a connection gets no answer."""
+    """Public key of the listener, with which the connection is encrypted; a connection without it gets no answer."""
     token: str
-    """Secret that proves that the sender was invited."""
+    """Secret by which a request to join proves that it comes from an invited machine."""
 
 
 def write_invitation(path: Path, invitation: Invitation) -> None:

@@ -5,6 +5,8 @@ headrace join ─JoinRequest▶ listener       one address, known from the invit
               ──Ready─────▶ machine        from here as with any part: orders, answers, heartbeats
               ◀──Do────────                start a worker, report how it ended
 its worker    ──Ready─────▶ environment-n  a worker like any other, with a channel of its own
+
+A worker is a process that runs episodes of the environment.
 """
 
 from __future__ import annotations
@@ -44,28 +46,30 @@ from headrace.wings.cluster.joining.machine import JoinedStarter, MachineConfig,
 READY_S = 20.0
 """Longest time in seconds until a machine that was admitted reports that it is ready."""
 LOOK_S = 1.0
-"""Seconds between two checks whether a machine was heard."""
+"""Seconds between two checks whether a message of a machine has come."""
 QUIET_LOOKS = 15
 """Number of checks without a message after which a machine counts as lost."""
 LAST_LOOKS = 3
-"""Number of checks without a message after which a machine counts as lost when a connection of the channel broke. The
-machine is not given up at once, because nothing may depend on that connection."""
+"""Number of checks without a message after which a machine counts as lost once a connection of its channel has broken.
+It is not given up at once, because nothing may depend on that connection."""
 MAX_REQUEST_BYTES = 1 << 16
 """Largest size of a request to join, in bytes."""
 MAX_WORKERS = 1024
 """Largest number of workers of one machine."""
 FILES = 16
-"""Number of open files in this process for each remote worker and each machine: its sockets and their needs."""
+"""Number of open files that this process needs for each machine and each of its workers: sockets, and what belongs to
+them."""
 MOST_FILES = 1 << 16
 """Number of open files up to which this process raises its own limit, if allowed."""
 
 StartWorker = Callable[[EnvironmentStart, Starter], Awaitable[Child]]
+"""A function that starts a worker with the given settings, by the starter of its machine."""
 
 
 @asynccontextmanager
 async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIterator[JoinListener | None]:
-    """Listen for machines that join while the body runs, and write an invitation into the run's directory; yield
-    ``None`` if the run admits none."""
+    """Listen for machines that join while the body runs, and write an invitation into the run's directory. Yield the
+    listener, or ``None`` if ``launch.join`` is not set, so that the run admits no machines."""
     if not order.launch.join:
         yield None
         return
@@ -77,21 +81,28 @@ async def listen_for_machines(order: LaunchOrder, site: Rendezvous) -> AsyncIter
 
 
 class JoinListener:
-    """A listener that admits machines to the run; see :func:`listen_for_machines`."""
+    """The listener of a run that admits machines; :func:`listen_for_machines` makes it."""
 
     def __init__(self, order: LaunchOrder, site: Rendezvous) -> None:
+        """Open the listener's socket at ``launch.join`` (``HOST:PORT``), and write the invitation into the directory of
+        the run. ``site`` has the run's token, which a machine receives when it is admitted, and the directory of the
+        run's channels. Raises :class:`~headrace.base.errors.ConfigError` if the socket cannot be bound."""
         self._order, self._site = order, site
         self._clock = RealClock()
         self._opened_s = self._clock.now()
+        """When the listener was made, in seconds on its clock."""
         self._codec = MessageCodec(JoinRequest)
         self._token = secrets.token_hex(32)
+        """The secret in the invitation, with which a machine shows that it is invited. It is not the run's token."""
         self._num_machines = 0
+        """Number of machines admitted so far, including those that have left. It numbers the next machine."""
         self._num_here = 0
         """Number of machines that were admitted and have not left, plus the number of their workers."""
         self._most_files = open_files()
+        """The largest number of files that this process may have open at once."""
         launch = order.launch
         self._host = host_and_port(launch.join)[0]
-        """Address at which the channels of machines are made."""
+        """The host in ``launch.join``. The channel of each machine is opened at this address, on ports of its own."""
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -107,17 +118,19 @@ class JoinListener:
             ) from None
         self._invitation = order.run_dir / INVITATION_FILE
         self._mark = order.run_dir / f".seen-{secrets.token_hex(8)}"
+        """An empty file. A machine that sees it at the same path has the run's directory in common with this one."""
         self._mark.touch()
         write_invitation(self._invitation, Invitation(address=launch.join, key=key, token=self._token))
 
     def close(self) -> None:
-        """Stop admitting machines, and delete the invitation. Machines that had joined were told before."""
+        """Stop listening, and delete the invitation. Machines that have joined are told of the end elsewhere."""
         self._invitation.unlink(missing_ok=True)
         self._mark.unlink(missing_ok=True)
         self._context.destroy(0)
 
     async def admit(self, pool: EnvPool, start: EnvironmentStart, start_worker: StartWorker) -> None:
-        """Admit machines and give their workers to ``pool``; ends only by cancellation."""
+        """Admit machines that ask to join, and give their workers to ``pool``, until this is cancelled. ``start`` has
+        the settings of a worker, and ``start_worker`` starts one on a given machine."""
         async with asyncio.TaskGroup() as visits:
             while True:
                 sender, data = await self._receive_request()
@@ -146,11 +159,12 @@ class JoinListener:
                 return frames[0], frames[1]
 
     async def _answer(self, sender: bytes, answer: Welcome | JoinRefused) -> None:
+        """Send the answer to the machine with the id ``sender``; nothing happens if it has disconnected."""
         with suppress(zmq.ZMQError):  # the machine has disconnected
             await self._socket.send_multipart([sender, self._codec.encode(answer)], zmq.NOBLOCK)
 
     def _refusal(self, data: bytes) -> JoinRequest | JoinRefused:
-        """Return the request in ``data``, or why it is refused."""
+        """Return the request to join in ``data``, or the refusal to send if the machine cannot be admitted."""
         remedy = f"take the {INVITATION_FILE} of the run that is running now, and the same version of headrace"
         try:
             request = self._codec.decode(data)
@@ -176,7 +190,7 @@ class JoinListener:
         return request
 
     def _machine(self, request: JoinRequest) -> JoinedStarter:
-        """Return the starter of processes on a machine that has asked to join, under the next free name."""
+        """Return the starter of processes on a machine that is admitted, with a name and a channel of its own."""
         name = f"node-{self._num_machines}"
         self._num_machines += 1
         channel = ControllerChannel(self._site.directory, name, controller.Message, host=self._host)
@@ -187,8 +201,8 @@ class JoinListener:
         return JoinedStarter(peer, channel, address, config)
 
     async def _serve_machine(self, machine: JoinedStarter, workers: WorkerGroup, pool: EnvPool) -> None:
-        """Keep one machine from its arrival to its departure. An error of the machine ends its part in the run, and not
-        the run."""
+        """Serve one machine from its arrival to its departure: its workers belong to ``pool`` meanwhile. An error of
+        the machine sends it away, and does not end the run."""
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(machine.peer.listen())]
             try:
@@ -217,7 +231,8 @@ class JoinListener:
             self._tell(f"{machine.address} has left")
 
     async def _watch(self, machine: JoinedStarter, workers: WorkerGroup) -> None:
-        """Take the machine's workers out of the pool when it asks to leave, or is lost."""
+        """Take the machine's workers out of the pool when it asks to leave, or when no message of it has come for some
+        time."""
         quiet_looks = 0
         while quiet_looks < (LAST_LOOKS if machine.broke else QUIET_LOOKS) and not machine.peer.reported.is_set():
             with suppress(TimeoutError):
@@ -233,27 +248,31 @@ class JoinListener:
         machine.close()
 
     def _tell(self, text: str, *, warning: bool = False) -> None:
+        """Report an event to the user of the run."""
         wall_s = self._clock.now() - self._opened_s
         self._order.on_event(Event(wall_s=wall_s, text=text, level="warning" if warning else "info"))
 
 
 async def _listen_for_breaks(machine: JoinedStarter) -> None:
+    """Note whenever a connection of the machine's channel breaks, until this is cancelled."""
     while True:
         await machine.channel.broken()
         machine.broke, machine.peer.was_heard = True, False
 
 
 async def _becomes_ready(peer: Peer) -> bool:
+    """Wait up to :data:`READY_S` seconds until the machine reports that it is ready, and return whether it does."""
     await asyncio.wait([peer.ready], timeout=READY_S)
     return peer.ready.done() and not peer.ready.cancelled() and peer.ready.exception() is None
 
 
 def _workers(workers: WorkerGroup) -> str:
+    """Return the number of workers in words."""
     return f"{workers.num_workers} worker{'' if workers.num_workers == 1 else 's'}"
 
 
 def open_files() -> int:
-    """Raise this process's limit of open files up to :data:`MOST_FILES` and return the limit."""
+    """Raise this process's limit of open files up to :data:`MOST_FILES` if that is allowed, and return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MOST_FILES

@@ -26,9 +26,11 @@ LAST_S = 1.0
 
 
 class MachinePeer(ForeignPeer):
-    """The controller's connection to a machine that has joined."""
+    """The controller's side of the channel to a machine that has joined. A peer sends orders and matches the answers to
+    them."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
+        """Make the peer with the arguments of its base class."""
         super().__init__(*args, **more)
         self.was_heard = True
         """Whether a message came since the listener last checked."""
@@ -38,14 +40,16 @@ class MachinePeer(ForeignPeer):
         """Set when the machine confirms that it leaves."""
 
     async def listen(self) -> None:
-        """Receive messages until the machine leaves. One that sends a wrong token is reported as failed."""
+        """Receive messages until the machine leaves. A machine that sends a wrong token is treated as one that has
+        failed."""
         try:
             await super().listen()
         except RunError:  # it sent a wrong token
             self.reported.set()
 
     def handle(self, message: object) -> None:
-        """Note a sign of life, or that the machine wants to leave or has left; other messages are answers to calls."""
+        """Handle one message: a sign of life, the wish to leave, the confirmation of leaving, or else an answer to an
+        order."""
         match message:
             case Alive():
                 self.was_heard = True
@@ -57,7 +61,7 @@ class MachinePeer(ForeignPeer):
                 super().handle(message)
 
     def _fail(self, message: Failure) -> None:
-        """Give a failure to the call that it names; a failure without a call is that of the whole machine."""
+        """Give a failure to the order that it names; a failure that names none is that of the whole machine."""
         if message.call is None:
             super()._fail(message)
         else:
@@ -66,10 +70,10 @@ class MachinePeer(ForeignPeer):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineConfig:
-    """The settings for workers on machines that have joined."""
+    """The settings with which workers are started on a machine that has joined."""
 
     home: str
-    """Address of the controller's machine, as the others reach it."""
+    """Address of the controller's machine, as the joined machines reach it."""
     start_timeout_s: float
     """Longest time to start a worker there, in seconds."""
     query: NodeQuery
@@ -77,9 +81,11 @@ class MachineConfig:
 
 
 class JoinedStarter:
-    """A machine that has joined, as a starter of workers; see :class:`~headrace.launch.child.Starter`."""
+    """A machine that has joined, as a starter of workers (:class:`~headrace.launch.child.Starter`). ``address`` is the
+    machine's, for messages."""
 
     def __init__(self, peer: MachinePeer, channel: ControllerChannel, address: str, config: MachineConfig) -> None:
+        """Make the starter for a machine with the given ``peer`` and ``channel``."""
         self.peer, self.channel, self.address = peer, channel, address
         self.gone = False
         self.broke = False
@@ -89,23 +95,28 @@ class JoinedStarter:
         self._num_supervisors = 0
 
     async def send_away(self, word: Farewell | JoinRefused) -> None:
-        """Tell the machine that the run does not need it any more, or why it is refused, and close its channel."""
-        if not self.gone:
+        """Tell the machine that the run has ended or why it is refused, wait shortly for its confirmation, and close
+        its channel."""
+        if self.gone:
+            return
+        try:
             self.peer.send(word)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_S):
                     await self.peer.left.wait()
+        finally:  # also where the run is cancelled meanwhile, or the machine reads nothing
             self.close()
 
     def close(self) -> None:
-        """Mark the machine as gone: calls that wait for it fail."""
+        """Mark the machine as gone, and close its channel: calls that wait for it fail."""
         if not self.gone:
             self.gone = True
             self.peer.close()
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a worker there. Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, or
-        the reason why the worker cannot start."""
+        """Start a worker on the machine; return the controller's side of its channel, and a handle of the process.
+        Raises :class:`~headrace.launch.clients.pool.MachineGone` if the machine was lost, and another error with the
+        reason if the worker cannot be started."""
         assert isinstance(spec.start, EnvironmentStart)
         supervisor = _MachineSupervisor(self, self._num_supervisors)
         self._num_supervisors += 1
@@ -129,8 +140,8 @@ class JoinedStarter:
     async def _started(
         self, supervisor: _MachineSupervisor, site: Rendezvous, spec: ProcessSpec, start: EnvironmentStart
     ) -> tuple[Peer, Process]:
-        """Start the process on the machine that has joined, and return the controller's end of its channel with a
-        handle of it."""
+        """Start the worker through a supervisor on the machine; return the controller's side of its channel, and a
+        handle of the process."""
         found = await self._query_node(supervisor, start)
         channel = ControllerChannel(site.directory, spec.name, controller.Message, host=self.host_address)
         peer = spec.make_peer(channel)
@@ -149,8 +160,8 @@ class JoinedStarter:
         return peer, FarProcess(supervisor, pid, self.address, kept=start.keep is not None)
 
     async def _query_node(self, supervisor: _MachineSupervisor, start: EnvironmentStart) -> NodeReply:
-        """Return what the machine has of what the environment needs. Raises :class:`~headrace.base.errors.ConfigError`
-        for a missing path."""
+        """Return the machine's reply about the paths that the environment needs and the run directory. Raises
+        :class:`~headrace.base.errors.ConfigError` for a missing path."""
         query = msgspec.structs.replace(self._query, paths=paths_of(start))
         found = msgspec.json.decode(
             await in_time(supervisor.call("look", msgspec.json.encode(query)), self._timeout_s), type=NodeReply
@@ -164,10 +175,11 @@ class JoinedStarter:
 
 
 class _MachineSupervisor:
-    """A handle of a supervisor on a machine that has joined; see
+    """A handle of the supervisor with the given number on a machine that has joined, with the interface of
     :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
 
     def __init__(self, machine: JoinedStarter, number: int) -> None:
+        """Make a handle; the machine makes the supervisor at the first call."""
         self._machine, self._number = machine, number
 
     def call(self, method: Any, *arguments: Any) -> asyncio.Future[Any]:
@@ -201,6 +213,7 @@ class _MachineSupervisor:
         return answer
 
     def kill(self) -> None:
+        """Order the machine to end the supervisor, and its process with it."""
         if not self._machine.gone:
             self._machine.peer.send(Drop(supervisor=self._number))
 
@@ -209,7 +222,8 @@ _LOST = "was lost with its machine"
 
 
 def _is_sound(method: str, answer: bytes | int | float) -> bool:
-    """Return whether ``answer`` has the type that ``method`` returns; a machine's answers are not trusted."""
+    """Return whether ``answer`` has the type that the supervisor's ``method`` returns; a machine's answers are not
+    trusted."""
     try:
         match method:
             case "look" | "ended":

@@ -46,18 +46,18 @@ ALIVE_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """The offer of a machine to a run."""
+    """The offer of this machine to a run, from the options of ``headrace join``."""
 
     workers: int
-    """Number of worker processes."""
+    """Largest number of worker processes on this machine."""
     entry: str = ""
-    """The environment's entry on this machine; empty: the one that the run names."""
+    """Where this machine has the environment, ``FILE.py:NAME`` or a command; empty: where the run names it."""
     wait_s: float = 0.0
-    """Seconds to wait for a run that admits this machine."""
+    """Seconds for which this machine tries to reach a run that admits it; 0: it tries once."""
 
 
 class RunUnreachable(DeadlineError):
-    """No run answers at the address of an invitation."""
+    """The error that no run answers at the address of an invitation."""
 
 
 def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
@@ -71,7 +71,8 @@ def join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
-    """Join the run and serve it until it ends. If it cannot be reached, try again until ``offer.wait_s`` has passed."""
+    """Join the run and serve it until it ends. If no run can be reached, try again until ``offer.wait_s`` has
+    passed."""
     clock, is_reported = RealClock(), False
     until_s = clock.now() + offer.wait_s
     while True:
@@ -89,8 +90,9 @@ async def _join(path: Path, offer: Offer, say: Callable[[str], None]) -> None:
 
 
 async def _request_to_join(invitation: Invitation, offer: Offer) -> Welcome:
-    """Send the request to join, and return the run's answer. Raises :class:`~headrace.base.errors.RunError` if the run
-    refuses this machine."""
+    """Send the request to join, and return the run's welcome, which has the addresses of a channel. Raises
+    :class:`RunUnreachable` if no run answers, and :class:`~headrace.base.errors.RunError` if it refuses this
+    machine."""
     request = JoinRequest(
         token=invitation.token,
         headrace=__version__,
@@ -143,7 +145,8 @@ def _absolute_entry(entry: str) -> str:
 
 
 def _own_address(invitation: Invitation) -> str:
-    """Return the address of this machine on its route to the run."""
+    """Return the address of this machine on its route to the run. Raises :class:`RunUnreachable` if there is no
+    route."""
     host, port = host_and_port(invitation.address)
     try:
         (family, _, _, _, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
@@ -158,7 +161,9 @@ def _own_address(invitation: Invitation) -> str:
 
 
 async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], None]) -> None:
-    """Carry out the orders of the run until it ends, a signal arrives or the connection breaks."""
+    """Serve the run: carry out its orders until it ends, a signal arrives or the connection breaks; then end all
+    processes that were started here. Raises :class:`~headrace.base.errors.RunError` if the connection breaks or the run
+    sends this machine away."""
     loop = asyncio.get_running_loop()
     receiver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="orders")
     ended: asyncio.Future[None] = loop.create_future()
@@ -189,7 +194,8 @@ async def _serve(invitation: Invitation, welcome: Welcome, say: Callable[[str], 
 
 
 async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecutor) -> None:
-    """Receive the run's orders in a thread and give them to the dispatcher, until the machine leaves."""
+    """Receive the run's orders in a thread, and let the dispatcher carry them out, until this machine's part in the run
+    ends."""
     loop = asyncio.get_running_loop()
     while not dispatcher.ended.done():
         try:
@@ -203,12 +209,14 @@ async def _receive_orders(dispatcher: _NodeDispatcher, receiver: ThreadPoolExecu
 
 
 async def _send_heartbeats(dispatcher: _NodeDispatcher) -> None:
+    """Send a sign of life to the run every :data:`ALIVE_S` seconds, until this is cancelled."""
     while True:
         dispatcher.send(Alive())
         await asyncio.sleep(ALIVE_S)
 
 
 def _give_up(ended: asyncio.Future[None], error: RunError) -> None:
+    """End this machine's part in the run with ``error``, unless it has ended."""
     if not ended.done():
         ended.set_exception(error)
 
@@ -221,17 +229,25 @@ _BROKEN = RunError(
 
 @dataclass(slots=True, kw_only=True)
 class _NodeDispatcher:
-    """The orders of the run, and the supervisors of the processes that run here."""
+    """The object that carries out the orders of the run on this machine, with the supervisors of the processes that run
+    here."""
 
     channel: PartChannel
+    """The channel to the run."""
     address: str
+    """The address of this machine, as the run reaches it."""
     ended: asyncio.Future[None]
+    """A future that is done when this machine's part in the run has ended; it holds the error, if there is one."""
     say: Callable[[str], None]
+    """The function that shows a line to the user."""
     tasks: asyncio.TaskGroup
+    """The tasks that carry out orders."""
     supervisors: dict[int, ProcessSupervisor] = field(default_factory=dict)
+    """The supervisors by the numbers that the run gives them."""
     watched: set[int] = field(default_factory=set)
-    """Numbers of the supervisors whose process's end the run waits for."""
+    """Numbers of the supervisors of which the run waits for the end of their process."""
     asked_to_leave: bool = False
+    """Whether the user has asked to leave the run."""
 
     def send(self, message: object) -> None:
         """Send ``message`` to the run; it is dropped if the run cannot be reached."""
@@ -239,7 +255,8 @@ class _NodeDispatcher:
             self.channel.send(message)
 
     def handle(self, message: node.Message) -> None:
-        """Carry out one message of the run: call a supervisor, drop one, or end this machine's part in the run."""
+        """Carry out one message of the run: call a method of a supervisor, end one, or end this machine's part in the
+        run."""
         match message:
             case Do():
                 self.tasks.create_task(self._do(message))
@@ -255,7 +272,8 @@ class _NodeDispatcher:
                 self.ended.set_result(None)
 
     def leave(self) -> None:
-        """Ask the run to end its episodes here; the second time, leave at once."""
+        """Ask the run to let the episodes here end and then let this machine go; called a second time, leave at once.
+        This handles Ctrl-C."""
         if not self.asked_to_leave:
             self.asked_to_leave = True
             self.say("leaving, when the episodes that run here have ended; Ctrl-C again: at once")
@@ -268,7 +286,8 @@ class _NodeDispatcher:
         await asyncio.gather(*(self._drop(number) for number in self.supervisors))
 
     async def _do(self, order: Do) -> None:
-        """Carry out one order and send its result."""
+        """Call the method of a supervisor that one order names, and send its result or its error. A supervisor that is
+        not known yet is made."""
         answer: bytes | int | float = b""
         try:
             supervisor = self.supervisors.get(order.supervisor) or ProcessSupervisor(self.address)
@@ -292,7 +311,7 @@ class _NodeDispatcher:
             self.send(Done(call=order.call, answer=answer))
 
     async def _drop(self, number: int) -> None:
-        """End a supervisor and the process that it watches."""
+        """End the process of a supervisor, which is then forgotten unless the run waits for its end."""
         supervisor = self.supervisors.get(number)
         if supervisor is None:
             return
@@ -301,13 +320,14 @@ class _NodeDispatcher:
             self._forget(number)
 
     def _forget(self, number: int) -> None:
+        """Remove a supervisor whose process has ended."""
         self.watched.discard(number)
         self.supervisors.pop(number, None)
 
 
 def _checked_start(order: bytes) -> bytes:
-    """Return ``order``, a :class:`Begin` as JSON. Raises :class:`~headrace.base.errors.RunError` unless it starts an
-    environment."""
+    """Return the order to start a process as it is. Raises :class:`~headrace.base.errors.RunError` if it would start
+    anything but an environment, since a machine that joins runs only these."""
     begin = msgspec.json.decode(order, type=Begin)
     if not isinstance(begin.briefing.start, EnvironmentStart):
         what = type(begin.briefing.start).__name__

@@ -24,20 +24,22 @@ if TYPE_CHECKING:
 
 
 def _starting(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
+    """Return the context in which the processes of a run are started on the Ray cluster."""
     from headrace.wings.cluster.ray.starter import starting_on_ray
 
     return starting_on_ray(order)
 
 
 def _refuse(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for settings that a run on a cluster cannot have."""
     from headrace.wings.cluster.ray.fit import refuse_misfit
 
     refuse_misfit(launch, engine, learner, sync)
 
 
 def _devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Return the devices of the engines and the learner's ranks. Raises :class:`~headrace.base.errors.ConfigError` if
-    Ray is not installed."""
+    """Return the devices of the engines and of the learner's ranks, as they see them on their nodes. Raises
+    :class:`~headrace.base.errors.ConfigError` if Ray is not installed."""
     from headrace.wings.cluster.ray.cluster import refuse_absent
     from headrace.wings.cluster.ray.fit import devices_of
 
@@ -46,6 +48,8 @@ def _devices(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
 
 
 def _threads(launch: LaunchConfig, role: str) -> int:
+    """Return the number of threads for a process of the ``role`` ``engine`` or ``learner``: the CPUs that it requests
+    from the cluster."""
     share = launch.ray.engine if role == "engine" else launch.ray.learner
     return max(1, int(share.cpus))
 

@@ -24,6 +24,7 @@ REACH_S = 10.0
 LOOK_S = 0.5
 """Seconds between two checks whether the cluster has the resources."""
 GB = 1_000_000_000
+"""Number of bytes in the unit of ``memory_gb``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class RayNode:
     """A machine of the cluster that is alive."""
 
     address: str
+    """Address of the machine."""
     cpus: float
     """Number of CPU cores, as the cluster counts them."""
     gpus: float
@@ -39,12 +41,15 @@ class RayNode:
 
 @dataclass(frozen=True, slots=True)
 class Actor:
-    """A supervisor as a Ray actor."""
+    """A handle of a supervisor that is a Ray actor, with the interface of
+    :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
 
     handle: Any
+    """Ray's handle of the actor."""
 
     def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        """Call a method of the supervisor; see :class:`~headrace.wings.cluster.far.process.SupervisorHandle`."""
+        """Call a method of the supervisor, and return a future of its result. The future fails with
+        :class:`SupervisorLost` or :class:`SupervisorUnusable`."""
         bound = getattr(self.handle, method)
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
 
@@ -85,7 +90,7 @@ async def _refuse_unreachable(address: str) -> None:
 
 
 def _no_cluster(address: str, why: str) -> ConfigError:
-    """Return the error for an address at which there is no Ray cluster."""
+    """Return the error for an ``address`` at which there is no Ray cluster, for the reason ``why``."""
     return ConfigError(
         f"launch.ray.address={address!r} leads to no Ray cluster: {why}",
         remedy="start one (ray start --head; on other machines: ray start --address HEAD:6379), submit the run with "
@@ -94,7 +99,8 @@ def _no_cluster(address: str, why: str) -> ConfigError:
 
 
 def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusable:
-    """Return what an error of Ray means for the supervisor in the actor."""
+    """Return the error of a supervisor that an error of Ray stands for: it is unusable if it could not be made or its
+    method raised, and otherwise lost."""
     from ray import exceptions
 
     made = isinstance(error, exceptions.RayTaskError | exceptions.RuntimeEnvSetupError)
@@ -104,15 +110,17 @@ def supervisor_error(error: BaseException) -> SupervisorLost | SupervisorUnusabl
 
 
 class RayReservation:
-    """The resources that the cluster holds for the run: a bundle for each part that runs all the time."""
+    """The resources that the cluster holds for the run (a placement group of Ray): a bundle for each part that runs all
+    the time."""
 
     def __init__(self, group: Any, parts: Sequence[tuple[str, ResourceShare]]) -> None:
+        """Make the record of the placement group ``group``, whose bundles are in the order of ``parts``."""
         self._group = group
         self._places = {name: place for place, (name, _) in enumerate(parts)}
 
     def strategy(self, name: str) -> Any:
-        """Return the scheduling strategy of the part ``name``. Parts that come and go have no bundle, and are spread
-        over the nodes."""
+        """Return Ray's scheduling strategy for the part ``name``: its bundle, or any node for workers, which come and
+        go and have no bundle."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         if name not in self._places:
@@ -121,9 +129,11 @@ class RayReservation:
 
 
 class RayCluster:
-    """A cluster that this process has joined."""
+    """A Ray cluster that this process has joined. ``ours`` says that this object joined it, and so leaves it at the
+    end."""
 
     def __init__(self, *, ours: bool) -> None:
+        """Make the object for a cluster that this process has joined."""
         self._ours = ours
         self._placement_group: Any = None
 
@@ -148,7 +158,7 @@ class RayCluster:
         return cls(ours=True)
 
     async def leave(self) -> None:
-        """Release the resources that the cluster holds for the run."""
+        """Release the resources that the cluster holds for the run, and leave the cluster if this object joined it."""
         import ray
 
         if self._placement_group is not None:
@@ -174,7 +184,8 @@ class RayCluster:
     async def reserve(
         self, parts: Sequence[tuple[str, ResourceShare]], placement: str, timeout_s: float
     ) -> RayReservation:
-        """Reserve resources for all ``parts``, given by name, at once. Raises
+        """Reserve the resources of all ``parts``, each given by name, at once, and wait up to ``timeout_s`` seconds for
+        them. ``placement`` is Ray's strategy for the nodes, such as ``pack``. Raises
         :class:`~headrace.base.errors.DeadlineError`, which lists the needs and the cluster's resources."""
         import ray
 
@@ -194,7 +205,7 @@ class RayCluster:
         return RayReservation(self._placement_group, parts)
 
     async def words(self) -> str:
-        """Return a sentence about the resources of the cluster, in total and free."""
+        """Return a sentence about the resources of the cluster, in total and free, for messages."""
         import ray
 
         nodes = await self.nodes()
@@ -207,7 +218,8 @@ class RayCluster:
         )
 
     def supervisor(self, name: str, share: ResourceShare, reservation: RayReservation) -> Actor:
-        """Start an actor for the process ``name``. It may have to wait for its resources."""
+        """Start an actor that supervises the process ``name``, with the resources ``share``, and return its handle. The
+        actor may have to wait for its resources."""
         import ray
 
         resources = bundle(share)
@@ -234,11 +246,12 @@ class _NodeSupervisor(ProcessSupervisor):
     """A supervisor that takes the address of its node from Ray."""
 
     def __init__(self) -> None:
+        """Make a supervisor with the address that Ray knows of this node."""
         super().__init__(own_address())
 
 
 def bundle(share: ResourceShare) -> dict[str, float]:
-    """Return the resources of a part under Ray's names.
+    """Return the resources of a part under the names that Ray has for them, without those of which it needs none.
 
     >>> bundle(ResourceShare(cpus=2, memory_gb=1))
     {'CPU': 2.0, 'memory': 1000000000.0}
@@ -271,7 +284,7 @@ def refuse_absent() -> None:
 
 
 def _end_reason(error: BaseException) -> str:
-    """Return the reason why an actor ended, shortened from Ray's message."""
+    """Return the reason why an actor ended, in words that follow a name, shortened from Ray's message."""
     text = " ".join(str(error).split())
     if re.search(r"node (has )?died|node was terminated|node .*dead", text, re.IGNORECASE):
         return "was lost with its node"
@@ -284,5 +297,6 @@ def _end_reason(error: BaseException) -> str:
 
 
 def _last_line(error: BaseException) -> str:
+    """Return the last line of an error's text, or the name of its type."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__

@@ -12,11 +12,12 @@ from headrace.sync import SyncConfig
 from headrace.sync.config import TRANSPORTS
 
 FIRST_GPU = f"{CUDA}:0"
-"""The device of a part that has requested one GPU: Ray shows it no other."""
+"""The device of a part that has requested one GPU: Ray lets it see no other."""
 
 
 def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerConfig, sync: SyncConfig) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for settings that cannot be used on a cluster."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for settings of a run that cannot be used on a Ray cluster: a
+    transport within one machine, a fixed host, and devices or numbers of GPUs that contradict the requested ones."""
     transport = TRANSPORTS.load(sync.transport)
     if not transport.crosses_machines:
         raise ConfigError(
@@ -38,19 +39,20 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
 
 
 def devices_of(launch: LaunchConfig, num_engines: int, num_ranks: int) -> Devices:
-    """Return the devices of the parts. Each part sees only the devices that it has requested from the cluster, which
-    torch numbers from 0."""
+    """Return the devices of ``num_engines`` engines and ``num_ranks`` ranks of the learner. Each part sees only the
+    devices that it has requested from the cluster, which torch numbers from 0."""
     engine, learner = (_first(share.gpus) for share in (launch.ray.engine, launch.ray.learner))
     return Devices(engines=(engine,) * num_engines, learner=(learner,) * num_ranks)
 
 
 def _first(gpus: int) -> str:
-    """Return the device of a part that has requested so many GPUs."""
+    """Return the device of a part that has requested ``gpus`` GPUs; the CPU for 0."""
     return f"{CUDA}:{','.join(map(str, range(gpus)))}" if gpus else CPU
 
 
 def _refuse_number(role: str, share: ResourceShare, needed: int, what: str) -> None:
-    """Refuse a number of GPUs that the part would not use, or that are too few for it."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the parts of a ``role`` request another number of GPUs than 0
+    or the ``needed`` one, which ``what`` names in the message."""
     if share.gpus not in (0, needed):
         raise ConfigError(
             f"launch.ray.{role}.gpus={share.gpus}, and {what} is {needed}: a part gets exactly the GPUs that it "
@@ -60,7 +62,8 @@ def _refuse_number(role: str, share: ResourceShare, needed: int, what: str) -> N
 
 
 def _refuse_device(role: str, device: str, share: ResourceShare) -> None:
-    """Refuse a device that contradicts the GPUs that the role asks the cluster for."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a ``device`` setting that contradicts the GPUs that the
+    ``role`` requests from the cluster."""
     wanted = "GPU" if device.startswith(CUDA) else "no GPU"
     if device == "auto" or (device.startswith(CUDA) and share.gpus and device in (CUDA, FIRST_GPU)):
         return

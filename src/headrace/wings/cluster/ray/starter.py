@@ -2,6 +2,8 @@
 
 resources of all standing parts, at once ─▶ an actor in the part's bundle ─▶ a query to its node ─▶ the process
 workers come and go: an actor for each, on any node with free resources
+
+A standing part (an engine, a rank of the learner) runs as long as the run; an actor is a supervisor of one process.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ RETRY_S = 0.5
 
 @asynccontextmanager
 async def starting_on_ray(order: LaunchOrder) -> AsyncIterator[Starter]:
-    """Reserve resources for the standing parts of ``order`` and hold them while the body runs.
+    """Join the Ray cluster, reserve resources for the standing parts of ``order``, and yield the starter of its
+    processes; the resources are released when the body ends.
 
     Raises :class:`~headrace.base.errors.ConfigError` without Ray or a cluster, and
     :class:`~headrace.base.errors.DeadlineError` if the cluster lacks the resources.
@@ -74,16 +77,19 @@ def permanent_parts(order: LaunchOrder) -> list[tuple[str, ResourceShare]]:
 
 
 def share_of(name: str, config: RayConfig) -> ResourceShare:
-    """Return the resources that the part ``name`` requests from the cluster."""
+    """Return the resources that the part ``name`` requests from the cluster. They are the ones that are set for its
+    role, the word before the first dash; the engines of agents and of teachers request those of an engine."""
     role = name.partition("-")[0]
     shares = {"learner": config.learner, "scorer": config.scorer, "environment": config.environment}
     return shares.get(role, config.engine)
 
 
 class RayStarter:
-    """A starter of processes on a Ray cluster; see :class:`~headrace.launch.child.Starter`."""
+    """A starter of processes on a Ray cluster (:class:`~headrace.launch.child.Starter`). ``mark`` is the name of a file
+    in the run directory by which a node shows that it sees that directory."""
 
     def __init__(self, order: LaunchOrder, cluster: RayCluster, reservation: RayReservation, mark: str) -> None:
+        """Make a starter for the processes of ``order``; standing parts get their resources from ``reservation``."""
         self._order, self._cluster, self._reservation, self._mark = order, cluster, reservation, mark
         self.host_address = own_address()
         self._clock = RealClock()
@@ -91,15 +97,18 @@ class RayStarter:
         self._waiting_actors: dict[str, Actor] = {}
 
     def call(self, names: Iterable[str]) -> None:
-        """Start the actors of these parts concurrently, before the parts are started."""
+        """Start the actors of the parts with these ``names`` now, so that they become ready at the same time;
+        :meth:`start` uses them later."""
         self._waiting_actors |= {name: self._actor(name) for name in names}
 
     def _actor(self, name: str) -> Actor:
+        """Start an actor for the part ``name``, with the resources of its role."""
         return self._cluster.supervisor(name, share_of(name, self._order.launch.ray), self._reservation)
 
     async def start(self, site: Rendezvous, spec: ProcessSpec) -> tuple[Peer, Process]:
-        """Start a process on any node with free resources; if the node is lost while it starts, on another one. Raises
-        :class:`~headrace.base.errors.DeadlineError` if none has them in time."""
+        """Start a process on a node with free resources, and on another one if the node is lost meanwhile; return the
+        controller's side of its channel, and a handle of the process. Raises
+        :class:`~headrace.base.errors.DeadlineError` if no node has the resources in time."""
         timeout_s = self._order.launch.start_timeout_s
         share = share_of(spec.name, self._order.launch.ray)
         deadline_s = self._clock.now() + timeout_s
@@ -125,8 +134,8 @@ class RayStarter:
     async def _started(
         self, actor: Actor, site: Rendezvous, spec: ProcessSpec, deadline_s: float
     ) -> tuple[Peer, Process]:
-        """Start the process through an actor on its node, and return the controller's end of its channel with a handle
-        of it."""
+        """Start the process through ``actor`` on its node; return the controller's side of its channel, and a handle of
+        the process."""
         found = await self._query_node(actor, spec, deadline_s)
         _refuse_node(found, spec, self._order)
         host = LOOPBACK if found.address == self.host_address else self.host_address
@@ -150,8 +159,8 @@ class RayStarter:
         return peer, FarProcess(actor, pid, found.address, kept=kept)
 
     async def _query_node(self, actor: Actor, spec: ProcessSpec, deadline_s: float) -> NodeReply:
-        """Return what the actor's node has of what the process needs. Waits for the actor, and warns once if that takes
-        long."""
+        """Return the node's reply about the paths that the process needs and the run directory. This waits for the
+        actor until ``deadline_s``, and warns the user once if that takes long."""
         query = NodeQuery(paths=paths_of(spec.start), run_dir=str(self._order.run_dir), mark=self._mark)
         reply = actor.call("look", msgspec.json.encode(query))
         await asyncio.wait([reply], timeout=min(WARN_S, max(0.0, deadline_s - self._clock.now())))
@@ -166,14 +175,15 @@ class RayStarter:
         return msgspec.json.decode(await in_time(reply, left_s), type=NodeReply)
 
     async def _ahead_s(self, actor: Actor, deadline_s: float) -> float:
-        """Return by how many seconds the node's monotonic clock is ahead of this machine's, to within half a round
+        """Return the seconds by which the node's monotonic clock is ahead of this machine's, to within half a round
         trip."""
         sent_s = self._clock.now()
         theirs_s = float(await in_time(actor.call("clock_s"), max(0.0, deadline_s - sent_s)))
         return theirs_s - (sent_s + self._clock.now()) / 2
 
     async def _with_node_address(self, start: Start, found: NodeReply) -> Start:
-        """Return ``start`` with the addresses of the node on which the process starts."""
+        """Return the settings ``start`` of a process with the addresses of the node on which it starts: that at which
+        an engine receives weights, or at which the learner's ranks meet."""
         if isinstance(start, EngineStart):
             alone = {node.address for node in await self._cluster.nodes()} == {found.address}
             route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
@@ -187,8 +197,8 @@ class RayStarter:
 
 
 def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the node lacks something that the process needs, under the
-    same path."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the node lacks a path that the process needs, the run
+    directory, or the same version of Headrace."""
     shared = "put it into a folder that every node sees under the same path, or submit the run with ray job submit "
     for setting, path in found.missing.items():
         raise ConfigError(
@@ -214,6 +224,7 @@ def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> Non
 
 
 def _needs_run_dir(start: Start, order: LaunchOrder) -> bool:
+    """Return whether a process must see the run directory: the learner, and an engine that gets weights through it."""
     if isinstance(start, EngineStart):
         return not start.own_weights and Path(start.route.address).is_relative_to(order.run_dir)
     return isinstance(start, LearnerStart)

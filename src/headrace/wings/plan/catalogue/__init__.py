@@ -23,7 +23,7 @@ from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
-    """One device with the figures that its manufacturer gives."""
+    """One device, such as a GPU, with the figures that its manufacturer gives."""
 
     name: str
     peak_tflops: float
@@ -88,4 +88,5 @@ _REMEDY = "name a model of the catalogue, or a directory with the config.json of
 
 
 def _table(name: str) -> dict[str, dict[str, Any]]:
+    """Return the content of a TOML file of the catalogue: a table for each accelerator or model, by name."""
     return tomllib.loads((files(__name__) / name).read_text(encoding="utf-8"))

@@ -77,7 +77,8 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:
-    """Return the value of ``key``. Raises ``ValueError`` if it is not a positive whole number."""
+    """Return the value of ``key`` in the content of a ``config.json``. Raises ``ValueError`` if it is not a positive
+    whole number."""
     value = config.get(key)
     if not isinstance(value, int) or value < 1:
         raise ValueError(f"{key}={value!r}")

@@ -1,7 +1,8 @@
-"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file.
+"""Creates everything the demo needs in one directory: model, tokenizer, dataset, reward function and run file. The demo
+is addition of two-digit numbers by a small model.
 
 The model has gone through a short supervised phase: the library's own learner imitates the answers of a careless
-teacher.
+teacher, who forgets most carries.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ class Demo:
     """The paths of a demo that has been created."""
 
     directory: Path
+    """The directory of all files."""
     run_file: Path
+    """The run file, which names the others."""
 
 
 MIXTURE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 192, "decoder_sparse_step": 1}
@@ -68,8 +71,9 @@ def build_demo(
     kind: str = "dense",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Demo:
-    """Create the demo in ``directory`` with a model of a kind of :data:`KINDS`. ``progress`` is called with the number
-    of finished steps and of all steps of the supervised phase."""
+    """Create the demo in ``directory``, with a model of a ``kind`` of :data:`KINDS`, and return its paths. ``seed``
+    decides the first weights, the split of the rows, and the demonstrations. ``progress`` is called with the number of
+    finished steps and of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
@@ -81,8 +85,8 @@ def build_demo(
 
 
 def lay_out(directory: Path, *, seed: int) -> Path:
-    """Write the dataset, the reward function and the run file of the demo, but no model; return the path of the run
-    file."""
+    """Write the dataset, the reward function and the run file of the demo into ``directory``, but no model; return the
+    path of the run file. ``seed`` decides the split of the rows."""
     directory.mkdir(parents=True, exist_ok=True)
     pairs = split(seed)
     _write_rows(directory / "train.jsonl", pairs.train)
@@ -91,11 +95,15 @@ def lay_out(directory: Path, *, seed: int) -> Path:
     for name in ("reward.py", "demo.toml"):
         with as_file(package / name) as source:
             shutil.copyfile(source, directory / name)
-    return directory / "demo.toml"
+    run_file = directory / "demo.toml"
+    if seed:  # the section [run] is the last one
+        run_file.write_text(f"{run_file.read_text(encoding='utf-8')}seed = {seed}\n", encoding="utf-8")
+    return run_file
 
 
 def build_teacher(directory: Path, *, seed: int) -> Path:
-    """Create a model of about three times the demo's size, trained on correct answers, and return its directory."""
+    """Create a teacher for distillation, a model of about three times the demo's size that was trained on correct
+    answers, in ``directory``; return the directory of the model."""
     from headrace.models.tiny import make_tiny
     from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
@@ -107,7 +115,8 @@ def build_teacher(directory: Path, *, seed: int) -> Path:
 
 
 def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpec:
-    """Return the specification of a small model of this kind."""
+    """Return the specification of a small model of a ``kind`` of :data:`KINDS` with these sizes, whose random first
+    weights follow from ``seed``."""
     from headrace.models.tiny import TinySpec
 
     model_type, extra = KINDS[kind]
@@ -127,18 +136,21 @@ def _spec(seed: int, *, kind: str, hidden_size: int, num_layers: int) -> TinySpe
 
 
 def _write_rows(path: Path, pairs: list[Pair]) -> None:
+    """Write a dataset with one row for each pair of numbers into the file ``path``."""
     path.write_text("".join(json.dumps(row(pair)) + "\n" for pair in pairs), encoding="utf-8")
 
 
 WARM_STEPS = 400
+"""Number of steps of the supervised phase."""
 WARM_BATCH = 128
+"""Number of demonstrations in each of these steps."""
 CARELESS_FRAC = 0.6
 """Fraction of the demonstrations in which the teacher forgets every carry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstrations:
-    """The demonstrations that the model imitates."""
+    """The demonstrations of a teacher that a model imitates in the supervised phase: sums, some of them wrong."""
 
     pairs: list[Pair]
     """The pairs of numbers to add."""
@@ -149,7 +161,9 @@ class Demonstrations:
 def warm_start(
     model_dir: Path, out: Path, demonstrations: Demonstrations, *, seed: int, progress: Callable[[int, int], None]
 ) -> None:
-    """Train the model in ``model_dir`` on batches drawn at random from the demonstrations, and write it to ``out``."""
+    """Carry out the supervised phase: train the model in ``model_dir`` to imitate demonstrations that are drawn at
+    random by ``seed``, and write the trained model to the directory ``out``. ``progress`` is called after each step
+    with the number of finished steps and of all steps."""
     torch.set_num_threads(1)  # matrices this small gain nothing from more, and lose much on a busy machine
     tokenizer = load_tokenizer(str(model_dir))
     core = LearnerCore(
@@ -174,7 +188,8 @@ def warm_start(
 
 
 def _demonstration(index: int, prompt_ids: list[int], answer_ids: list[int]) -> TrainSample:
-    """Return a train sample whose loss makes the tokens of the answer more likely, given the prompt."""
+    """Return a train sample that makes the tokens of the answer more likely after the prompt, and only those. ``index``
+    is its place in the batch."""
     return TrainSample(
         key=EpisodeKey(index, 0),
         tokens=Tokens.observed([*prompt_ids, *answer_ids]),

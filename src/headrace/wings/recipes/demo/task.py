@@ -15,13 +15,16 @@ CHAT_TEMPLATE = (
 )
 """A template that joins the messages without role markers, and ends every answer with ``<eos>``."""
 NUM_WARM = 3000
+"""Number of pairs for the supervised phase."""
 HELD_OUT_FRAC = 0.15
+"""Fraction of the pairs that are held out."""
 
 Pair = tuple[int, int]
+"""Two numbers to add."""
 
 
 def prompt(pair: Pair) -> str:
-    """Return the question for a pair of numbers.
+    """Return the question for a pair of numbers, such as ``27+58=``.
 
     >>> prompt((27, 58)), answer((27, 58)), careless((27, 58))
     ('27+58=', '580', '570')
@@ -35,7 +38,7 @@ def answer(pair: Pair) -> str:
 
 
 def careless(pair: Pair) -> str:
-    """Return the answer of a teacher who forgets every carry."""
+    """Return the answer of a careless teacher, who forgets every carry; it is correct if there is none."""
     a, b = pair
     return f"{(a % 10 + b % 10) % 10}{(a // 10 + b // 10) % 10}0"
 
@@ -53,7 +56,8 @@ class Split:
 
 
 def split(seed: int) -> Split:
-    """Return the split of the pairs; the seed determines both the split and the order."""
+    """Return the split of all pairs into those for the supervised phase, for reinforcement learning and for evaluation;
+    ``seed`` determines both the split and the order."""
     rng = np.random.default_rng(seed)
     unordered = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     rng.shuffle(unordered)
@@ -64,9 +68,10 @@ def split(seed: int) -> Split:
 
 
 def _both_orders(pairs: list[Pair]) -> list[Pair]:
+    """Return each of ``pairs`` in both orders, sorted and without repetition."""
     return sorted({ordered for a, b in pairs for ordered in ((a, b), (b, a))})
 
 
 def row(pair: Pair) -> dict[str, Any]:
-    """Return the dataset row of a pair."""
+    """Return the dataset row of a pair: its question, and the sum as a number."""
     return {"prompt": prompt(pair), "answer": pair[0] + pair[1]}

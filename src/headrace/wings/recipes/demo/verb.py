@@ -51,24 +51,27 @@ def demo(
     kind = "mixture" if mixture else "hybrid" if hybrid else "dense"
     made = build_demo(target, seed=seed, kind=kind) if as_json else _build_in_sight(target, seed, kind)
     quiet = ["observe.view=none"] if as_json else []
-    settings = [f"run.dir={target / 'run'}", f"run.seed={seed}", *overrides, *quiet]
+    settings = [f"run.dir={target / 'run'}", *overrides, *quiet]
     recipe = ["--like", like] if like else []
     if like:
         leave_open(made.run_file)
     again = command_line("train", str(made.run_file), *recipe, *(f"--set={each}" for each in settings), "--resume")
-    with resumable(again):
-        summary = run(load_config(made.run_file, settings, like=like))
+    config = load_config(made.run_file, settings, like=like)
+    with resumable(again, lambda: has_ledger(Path(config.run.dir))):
+        summary = run(config)
     if as_json:
         print_json(summary)
     else:
         show_summary(summary, again)
-        anew = command_line("train", str(made.run_file), *recipe, "--set", "run.dir=runs/again")
+        asked = (f"--set={each}" for each in overrides)
+        anew = command_line("train", str(made.run_file), *recipe, *asked, "--set", "run.dir=runs/again")
         console().print(f"again    {anew}")
     leave_if_hung_up(summary.stopped_by)
 
 
 def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
-    """Build the demo in ``target`` while a bar on the terminal shows how far it is."""
+    """Build the demo in ``target`` with a model of this kind, while a bar on the terminal shows the progress of the
+    supervised phase; return its paths."""
     from headrace.wings.recipes.demo import build_demo
 
     console().print(f"The demo is made in {target}: model, rows, reward.py, demo.toml", style="bold")
@@ -83,7 +86,8 @@ def _build_in_sight(target: Path, seed: int, kind: str) -> Any:
 
 
 def leave_open(run_file: Path) -> None:
-    """Remove from the run file of a demo, whose settings take one line each, those that recipes decide."""
+    """Remove those settings from the run file of a demo that a recipe decides, so that the recipe chosen with
+    ``--like`` can set them. In this file every setting has one line."""
     from headrace.run.session.recipes import DECIDED
 
     kept, section = list[str](), ""

@@ -6,5 +6,5 @@ from headrace.run.session.recipes import Recipe, read_recipes
 
 
 def systems() -> dict[str, Recipe]:
-    """Return the recipes of this folder by their names."""
+    """Return the recipes of this folder by their names, for the entry point by which ``--like NAME`` finds them."""
     return read_recipes(__name__)

@@ -1,4 +1,6 @@
-"""The answer to one request, as it arrives in the streams of a server.
+"""The answer to one request, as it arrives in the streams of a server. A stream is one streamed HTTP reply; a commit of
+new weights may end it, and another stream then continues the answer. The reader is the part of the run that gets the
+tokens in chunks. A label is the name under which the server knows a version.
 
 Shape legend: T tokens of the answer, N tokens of prompt and answer except the last, L mixture-of-experts layers, K
 experts per token and layer.
@@ -26,10 +28,10 @@ TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 
 
 class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
-    """A run of tokens of one stream that one version has sampled, as reported by the server."""
+    """A range of tokens of one stream that one version has sampled, as the server reports it."""
 
     version: str
-    """The server's label of the weights."""
+    """The server's label of the weights that sampled them."""
     start: int
     """Index of the first token of the span within the stream."""
     end: int
@@ -38,7 +40,7 @@ class VersionSpan(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPart:
-    """The content of one event of a stream."""
+    """The content of one event of a stream, decoded from the server's JSON."""
 
     ids: Sequence[int]
     """Ids of the new tokens."""
@@ -53,9 +55,9 @@ class StreamPart:
     kept: Sequence[Sequence[int]] | None = None
     """The kept-set of each new token; ``None`` from a server that does not report them."""
     experts: npt.NDArray[Any] | None = None
-    """The experts of every layer and of all tokens but the last, in any shape, with the last event of a stream. It
-    covers the tokens that the stream was started with and those that it added. ``None`` from a server that does not
-    report them."""
+    """The chosen experts of every layer for the tokens that the stream was started with and those that it added, but
+    for the last token, in any shape; they come with the last event. ``None`` in other events, and from a server that
+    does not report them."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -63,7 +65,9 @@ class StreamedAnswer:
     """The answer to one request while it is streamed. Only the event loop that streams it may change it."""
 
     request: GenerateRequest
+    """The request of the run."""
     prompt: list[int]
+    """Token ids of the prompt."""
     arrival: int
     """The number of requests that arrived before this one."""
     ids: list[int] = field(default_factory=list)
@@ -71,7 +75,7 @@ class StreamedAnswer:
     logprobs: list[float] = field(default_factory=list)
     """Logprobs of the answer; 0 for tokens that another engine sampled."""
     versions: list[int] = field(default_factory=list)
-    """Versions of the answer; ``NOT_SAMPLED`` for tokens that another engine sampled."""
+    """The version that sampled each token; ``NOT_SAMPLED`` for tokens that another engine sampled."""
     kept: list[Sequence[int]] = field(default_factory=list)
     """The kept-set of each token; empty if not requested, and for tokens that another engine sampled."""
     experts_NLK: Experts | None = None
@@ -83,7 +87,7 @@ class StreamedAnswer:
     stream_start: int = 0
     """Number of tokens that the answer had when its current stream began."""
     restarted: bool = False
-    """Whether the reader must discard all tokens it got, and has not been notified yet."""
+    """Whether the reader must discard all tokens that it has got, which the next chunk tells it."""
     halted: bool = False
     """Whether a commit has ended the stream; a new stream continues the answer after the commit."""
     task: asyncio.Task[None] | None = None
@@ -91,11 +95,11 @@ class StreamedAnswer:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Return the sort key of the queue: higher priority first, then earlier arrival."""
+        """Return the key by which waiting requests are sorted: higher priority first, then earlier arrival."""
         return -self.request.priority, self.arrival
 
     def append(self, part: StreamPart, version: int) -> None:
-        """Append the tokens of ``part``, sampled while ``version`` was in use."""
+        """Append the tokens of ``part``, which arrived while ``version`` was in use."""
         greedy = self.request.sampling.temperature == 0  # temperature 0 makes the likeliest token certain
         self.ids.extend(part.ids)
         self.logprobs.extend([0.0] * len(part.ids) if greedy else part.logprobs)
@@ -103,7 +107,8 @@ class StreamedAnswer:
         self.kept.extend(part.kept or [()] * len(part.ids))
 
     def restart(self) -> int:
-        """Discard the whole answer and return how many of its tokens this server sampled."""
+        """Discard the whole answer, which will be sampled again from the prompt, and return how many of its tokens this
+        server had sampled."""
         lost = len(self.ids) - self.begun
         self.ids, self.logprobs, self.versions, self.kept = [], [], [], []
         self.begun = self.flushed = self.stream_start = 0
@@ -111,10 +116,10 @@ class StreamedAnswer:
         return lost
 
     def correct_versions(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Replace the versions of the current stream by those in ``spans``, which are pairs of a version and its number
-        of tokens. Versions are stamped when tokens arrive, so a token that was on its way during a commit has the wrong
-        one. If the reader already got a wrong version, the answer is sent again. Raises ``ValueError`` if the spans do
-        not fit the stream, or name a version that was not in use yet."""
+        """Replace the versions of the tokens of the current stream by those in ``spans``, pairs of a version and its
+        number of tokens, in order. A token gets the version in use when it arrives, which is wrong if it was on its way
+        during a commit. If the reader already got a wrong version, the answer is sent again. Raises ``ValueError`` if
+        the spans do not fit the stream, or name a version that was not in use yet."""
         stamped = self.versions[self.stream_start :]
         if (tokens := sum(count for _, count in spans)) != len(stamped):
             raise ValueError(f"versions of {tokens} tokens for {len(stamped)}")
@@ -133,7 +138,8 @@ class StreamedAnswer:
             )
 
     def chunk(self, reason: StopReason | None = None, error: RequestError | None = None) -> TokenChunk:
-        """Return the tokens that were not sent to the reader yet, and mark them as sent."""
+        """Return the tokens that were not sent to the reader yet as a chunk, and mark them as sent. The last chunk has
+        a ``reason`` why the answer ended, or the ``error`` with which it failed."""
         span = slice(self.flushed, None)
         prompt_routing, routing = self._routing()
         chunk = TokenChunk(
@@ -153,7 +159,8 @@ class StreamedAnswer:
         return chunk if error is None else chunk.failed(error)
 
     def _routing(self) -> tuple[Routing | None, Routing | None]:
-        """Return the experts of the prompt, for the first chunk only, and of the tokens that were not sent yet."""
+        """Return the experts of the prompt's tokens, which go with the first chunk only (``None`` later), and of the
+        answer's tokens that were not sent yet; both are ``None`` if the server has reported no experts."""
         if self.experts_NLK is None:
             return None, None
         prompt_NLK, answer_NLK = np.split(self.experts_NLK, [len(self.prompt)])

@@ -40,21 +40,26 @@ CALL_S = 60.0
 """Longest wait for the workers' answer to one call, in seconds."""
 
 CallWorkers = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of the server's workers by name, through an HTTP client, and returns the result of each worker."""
+"""A function that calls a method of the server's workers by name, with arguments, through an HTTP client, and returns
+the result of each worker."""
 
 
 class _ReceiveStatus(msgspec.Struct):
-    """The state of the latest transfer in one worker."""
+    """The state of the latest transfer in one worker, as it reports it."""
 
     attempt: str = ""
+    """Name of the transfer."""
     path: str = ""
+    """Directory of the received files on the worker's machine; empty until all have arrived."""
     hashes: list[str] = []
+    """SHA-256 of each received file, in order."""
     error: str = ""
+    """Why the transfer failed; empty if it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarrierConfig:
-    """The settings of the transfer."""
+    """The settings of the transfer of versions to the server's machines."""
 
     backend: str
     """The backend of the process group: ``gloo`` or ``nccl``."""
@@ -83,19 +88,23 @@ class CarrierConfig:
 
 @dataclass(slots=True, kw_only=True)
 class _GroupOffer:
-    """A process group that the workers are invited to join."""
+    """A process group that this process has opened and the workers are invited to join."""
 
     invitation: dict[str, Any]
     """The facts that the workers need to join, sent with each order."""
     store: Any
+    """The TCP store of torch.distributed through which the members find each other."""
     group: ProcessGroup | None = None
     """The process group; ``None`` until all members have joined."""
 
 
 class Carrier:
-    """A sender of versions to the machines of a server. Only one thread may use it at a time."""
+    """A sender of versions to the machines of a server. It keeps one process group with a worker of each machine, and
+    makes a new one after a failure. Only one thread may use it at a time."""
 
     def __init__(self, wire: Wire, call_workers: CallWorkers, config: CarrierConfig) -> None:
+        """Make a sender. ``wire`` has the connections to the server, and ``call_workers`` calls methods of its workers
+        through them; no process group is opened yet."""
         self._wire, self._call_workers, self._config = wire, call_workers, config
         self._run = public_name()
         self._directory_name = f"headrace-{os.getpid()}-{secrets.token_hex(4)}"
@@ -103,8 +112,9 @@ class Carrier:
         self._used = False
 
     def carry(self, directory: Path, version: int) -> Path:
-        """Send all files in ``directory``, which hold ``version``, to the server's machines. Return the directory that
-        holds them there. Raises :class:`~headrace.base.errors.NeedsFull` if they do not arrive complete and in time."""
+        """Send all files in ``directory``, which hold the version ``version``, to the server's machines, and return the
+        path of the directory that holds them there. Raises :class:`~headrace.base.errors.NeedsFull` if they do not
+        arrive complete and in time."""
         files = {str(path.relative_to(directory)): path for path in sorted(directory.rglob("*")) if path.is_file()}
         sizes = {name: path.stat().st_size for name, path in files.items()}
         attempt = secrets.token_hex(4)
@@ -135,15 +145,15 @@ class Carrier:
             ) from None
 
     def close(self) -> None:
-        """Have the workers leave the process group and delete the files they received."""
+        """Let the workers leave the process group and delete the files that they received."""
         self._offer = None
         if self._used:
             with suppress(ComponentDied):
                 self._call("stop_receiving")
 
     def _offer_group(self) -> _GroupOffer:
-        """Return the offer of a new group of this process and the workers. Raises
-        :class:`~headrace.base.errors.EngineUnfit` if another run sends weights to the server."""
+        """Return the offer of a new process group of this process and the workers. Raises ``ValueError`` if no worker
+        receives versions, and :class:`~headrace.base.errors.EngineUnfit` if another run sends weights to the server."""
         # one entry per machine: the address from which another run sends, or an empty string
         sources = self._call("other_source", self._run)
         if not sources:
@@ -168,7 +178,7 @@ class Carrier:
 
     def _join_group(self, offer: _GroupOffer) -> ProcessGroup:
         """Wait until all workers have joined the offered process group, and return it; this process has rank 0 in it.
-        Raises ``ValueError`` if a worker has not joined within ``deadline_s`` seconds."""
+        Raises an error if a worker has not joined within ``deadline_s`` seconds."""
         rank_and_size = (0, offer.invitation["size"])
         if self._config.backend == "gloo":
             try:
@@ -182,7 +192,8 @@ class Carrier:
         return ProcessGroup(nccl(offer.store, *rank_and_size, options), self._config.deadline_s)
 
     def _send(self, group: ProcessGroup, path: Path, num_bytes: int) -> str:
-        """Broadcast the file at ``path`` to all workers and return its SHA-256."""
+        """Broadcast the ``num_bytes`` bytes of the file at ``path`` to all workers in buckets, and return their
+        SHA-256."""
         digest = hashlib.sha256()
         device = self._config.device if self._config.backend == "nccl" else CPU
         whole = torch.from_file(str(path), size=num_bytes, dtype=torch.uint8)
@@ -192,7 +203,8 @@ class Carrier:
         return digest.hexdigest()
 
     def _verify_arrival(self, attempt: str, hashes: list[str]) -> Path:
-        """Wait until the workers have the files, check their hashes, and return the directory that holds them."""
+        """Wait until the workers have the files of the transfer ``attempt``, compare their ``hashes``, and return the
+        directory that holds them. Raises ``ValueError`` if one failed or received other bytes."""
         statuses = self._wire.call(self._wait_until_received(attempt), self._config.deadline_s + CALL_S)
         if any(status.error for status in statuses):
             raise ValueError("a worker failed to receive it")
@@ -212,7 +224,8 @@ class Carrier:
             raise ValueError(problem) from None
 
     async def _poll_until_received(self, attempt: str) -> list[_ReceiveStatus]:
-        """Return the workers' statuses once the transfer ``attempt`` has ended in all, or failed in one."""
+        """Ask the workers again and again, and return their statuses once all have received the transfer ``attempt`` or
+        one has failed."""
         while True:
             statuses = await self._statuses(attempt)
             if any(status.error for status in statuses) or (statuses and all(status.path for status in statuses)):
@@ -220,7 +233,7 @@ class Carrier:
             await asyncio.sleep(POLL_S)
 
     def _worker_error(self, attempt: str) -> str:
-        """Return the error that a worker reports for ``attempt``; empty if none does."""
+        """Return the error that a worker reports for the transfer ``attempt``; empty if none does."""
         try:
             statuses = self._wire.call(self._statuses(attempt), CALL_S)
         except (ComponentDied, ValueError):
@@ -233,17 +246,21 @@ class Carrier:
         return [status for status in statuses if status.attempt == attempt]
 
     def _call(self, method: str, *arguments: str) -> list[Any]:
+        """Call a method of the workers, and wait for the result of each that receives versions."""
         return self._wire.call(self._call_async(method, *arguments), CALL_S)
 
     async def _call_async(self, method: str, *arguments: str) -> list[Any]:
-        """Return the result of ``method`` in each worker that receives versions; the other workers return ``None``."""
+        """Call ``method`` of the workers and return the result of each worker that receives versions; ``None``, which
+        the others return, is left out."""
         results = await self._call_workers(self._wire.client, method, *arguments)
         return [result for result in results if result is not None]
 
 
 def _listen(host: str) -> socket.socket:
+    """Return a socket that listens on a free port of ``host``."""
     return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _first_line(error: Exception) -> str:
+    """Return the first line of an error's text."""
     return str(error).partition("\n")[0]

@@ -1,4 +1,5 @@
-"""The settings of an engine that is a server."""
+"""The settings of an engine that is a server: the table ``[engine.server]`` of a run file. The server is one that the
+engine starts itself, or one that runs already at one of ``urls``."""
 
 from __future__ import annotations
 
@@ -115,11 +116,12 @@ class ServerConfig(EngineSettings):
         return self
 
     def for_engine(self, place: int) -> ServerConfig:
-        """Return the settings for engine number ``place``, with its one URL, if there are any."""
+        """Return the settings of the engine number ``place``: of the URLs, only its own is left."""
         return self.model_copy(update={"urls": self.urls[place : place + 1]})
 
     def refuse_run(self, *, count: int, width: int, start_timeout_s: float) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` if the settings do not fit the run's other settings."""
+        """Raise :class:`~headrace.base.errors.ConfigError` if the settings do not fit the run: ``count`` engines of
+        ``width`` GPUs each, which must have started after ``start_timeout_s`` seconds."""
         if start_timeout_s <= self.wait_s:
             raise ConfigError(
                 f"launch.start_timeout_s={start_timeout_s:g} ends an engine that may wait "
@@ -139,7 +141,8 @@ class ServerConfig(EngineSettings):
             )
 
     def refuse_start(self) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for arguments that choose the GPUs of a server."""
+        """Raise :class:`~headrace.base.errors.ConfigError` for arguments that choose the GPUs of a server, since the
+        run chooses them."""
         for arg in self.args:
             option = arg.partition("=")[0].replace("_", "-")
             setting = next((name for name, options in _PARALLEL.items() if option in options), "")
@@ -150,14 +153,15 @@ class ServerConfig(EngineSettings):
                 )
 
     def sentence(self, kind: str) -> str:
-        """Return a sentence that says where answers are sampled."""
+        """Return a sentence for the user that says where answers are sampled; ``kind`` is the name of the server."""
         python = self.python or "this environment"
         where = f"at {', '.join(self.urls)}" if self.urls else f"that each engine starts from {python}"
         return f"Answers are sampled by {kind}, {where}."
 
     @property
     def quantises(self) -> bool:
-        """Return whether the server's arguments make it compute in 8 bits or fewer."""
+        """Return whether the server's arguments make it compute in 8 bits or fewer, so that its logprobs differ from
+        the learner's."""
         return any(word in arg for arg in self.args for word in _QUANTISING)
 
 

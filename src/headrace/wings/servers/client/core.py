@@ -50,15 +50,18 @@ CONTROL_S = 60.0
 
 @dataclass(slots=True, kw_only=True)
 class _ServedForkSource:
-    """The tokens of a request that may be forked."""
+    """The tokens of a request, running or ended, that others may continue from one of its tokens (fork)."""
 
     prompt: list[int]
+    """Token ids of the prompt."""
     ids: list[int]
+    """Token ids of the answer that were sent to the reader."""
     version: int = NOT_SAMPLED
     """Version of the newest token; ``NOT_SAMPLED`` before the first."""
 
     def extend(self, chunk: TokenChunk) -> None:
-        """Append the tokens that are sent to the reader."""
+        """Append the tokens of a chunk that is sent to the reader; if the reader must discard earlier ones, they are
+        dropped first."""
         if chunk.lost:
             self.ids.clear()
         self.ids.extend(chunk.tokens.ids_T.tolist())
@@ -68,7 +71,7 @@ class _ServedForkSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedLimits:
-    """The limits of all requests, and the records that the server can make."""
+    """The limits of all requests to a served engine, and the records that the server can make of each token."""
 
     vocab_size: int
     """Number of token ids; ids run from 0 to one below it."""
@@ -81,8 +84,9 @@ class ServedLimits:
 
 
 class ServedEngine:
-    """An engine core that samples through a server, made by :func:`headrace.wings.servers.client.make.served`.
-    ``receiver`` is ``None`` if the weights never change."""
+    """An engine that samples through a server: the synchronous side, which the engine's process calls step by step.
+    :func:`headrace.wings.servers.client.make.served` makes it. ``receiver`` takes new weights from the learner; it is
+    ``None`` if the weights never change."""
 
     def __init__(
         self,
@@ -95,6 +99,8 @@ class ServedEngine:
         receiver: Receiver | None,
         clock: Clock,
     ) -> None:
+        """Make the engine over a server that serves. ``info`` is what the server reports about itself, and ``limits``
+        are those of requests."""
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
         self._info = info
         self._name, self._can = server.dialect.name, config.can
@@ -120,14 +126,14 @@ class ServedEngine:
         return {"server": f"{self._name} {self._info.version}", "server_address": str(self._server.address)}
 
     def adopt(self, version: int) -> None:
-        """Record that the server has the weights of ``version``: those of its own directory, and adapters from the
-        handover."""
+        """Record that the server uses the weights of ``version``: those of its own directory or, if adapters are
+        trained, those that were written for it, which it loads now."""
         self._wire.call(self._adopt(version), CONTROL_S)
         self._version = version
 
     def add(self, request: GenerateRequest) -> None:
         """Queue a request for the server. Raises :class:`~headrace.base.errors.RequestError` if the server cannot serve
-        it, :class:`~headrace.base.errors.EngineFull` if too many wait."""
+        it, and :class:`~headrace.base.errors.EngineFull` if too many wait."""
         name = f"request {request.request_id}"
         if problem := self._problem(request):
             raise RequestError(f"{name}: {problem}", remedy="correct it, or take engine.kind = 'native'")
@@ -154,20 +160,22 @@ class ServedEngine:
         self._wire.post(self._streams.add, answer)
 
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
-        """End the requests of these ids, and return their last chunks."""
+        """End the requests with these ids, and return their last chunks; unknown ids are ignored."""
         if self._wire.failure is not None:  # the next step raises, after it has returned earlier chunks
             return []
         self._wire.call(self._withdraw(request_ids), CONTROL_S)
         return self._pop_chunks()
 
     def has_work(self) -> bool:
+        """Return whether :meth:`step` should be called: chunks, a commit's report or an error are due, or requests
+        run."""
         if self._chunk_queue.not_empty or self._swapping is not None or self._wire.failure is not None:
             return True
         return bool(self._live) and not self._paused
 
     def step(self) -> list[TokenChunk]:
-        """Wait a short time for chunks from the server, and return those that have arrived. Raises the error of a
-        broken connection after its last chunks were returned."""
+        """Wait up to :data:`STEP_S` seconds for chunks of tokens from the server, and return those that have arrived.
+        If the connection is broken, its error is raised after the last chunks were returned."""
         self._chunk_queue.wait(STEP_S)
         broken = self._wire.failure is not None
         chunks = self._pop_chunks()
@@ -176,11 +184,13 @@ class ServedEngine:
         return chunks
 
     def score(self, request: ScoreTokens) -> FloatColumn:
+        """Return the logprob of each of the given tokens after those before it; see :meth:`top_scores`."""
         return self.top_scores(request).logprobs_T
 
     def top_scores(self, request: ScoreTokens) -> TopScores:
-        """Let the server score given tokens. Raises :class:`~headrace.base.errors.RequestError` for what it cannot
-        compute exactly: another temperature than 1, kept-sets, and recorded experts."""
+        """Let the server compute the logprobs of given tokens, and the likeliest ``top_k`` tokens in each place. Raises
+        :class:`~headrace.base.errors.RequestError` for what it cannot compute exactly: another temperature than 1,
+        kept-sets, and recorded experts."""
         self._refuse_broken()
         problem = score_problem(request, self._limits.vocab_size)
         if self._version == NOT_SAMPLED:
@@ -198,7 +208,8 @@ class ServedEngine:
         return self._wire.call(self._scores(ids, request.top_k), CONTROL_S)
 
     def stage(self, update: WeightUpdate) -> None:
-        """Receive a version, and write it where the server can load it."""
+        """Receive a version from the learner, verify it, and write it where the server can load it, while the server
+        generates."""
         if self._receiver is None:
             raise WeightsError(
                 f"version {update.version} is sent to {self._name} with fixed weights", remedy="start it for training"
@@ -207,9 +218,9 @@ class ServedEngine:
         self._server.handover.write(update.version, self._receiver.staged())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-        """Begin to let the server load a staged version; :meth:`take_swaps` reports its end. Raises
-        :class:`~headrace.base.errors.WeightsError` for a ``mode`` that the server cannot do, and while another commit
-        runs."""
+        """Begin to let the server load the staged ``version``; ``mode`` says what becomes of running answers, and
+        :meth:`take_swaps` reports the end. Raises :class:`~headrace.base.errors.WeightsError` for a mode that the
+        server cannot do, and while another commit runs."""
         if mode not in self._can.interrupts:
             raise WeightsError(
                 f"{self._name} cannot commit with sync.interrupt={mode.value!r}",
@@ -224,14 +235,15 @@ class ServedEngine:
         self._wire.post(self._begin_swap, version, mode)
 
     def take_swaps(self) -> list[SwapReport]:
-        """Remove and return the reports of commits that have ended."""
+        """Remove and return the reports of commits that have ended; the engine's version is then that of the last
+        one."""
         swaps = self._chunk_queue.pop_swaps()
         if swaps:
             self._version, self._swapping = swaps[-1].version, None
         return swaps
 
     def pause(self, *, release: bool = False) -> None:
-        """Stop sampling. With ``release``, the server gives its memory back, or
+        """Stop sampling until :meth:`resume`. With ``release``, the server gives its memory back;
         :class:`~headrace.base.errors.RequestError` is raised if it cannot."""
         if release and not self._can.releases:
             raise RequestError(
@@ -243,11 +255,13 @@ class ServedEngine:
         self._paused = True
 
     def resume(self) -> None:
+        """Continue sampling after :meth:`pause`."""
         self._refuse_broken()
         self._wire.call(self._streams.resume(), CONTROL_S)
         self._paused = False
 
     def stats(self) -> EngineStats:
+        """Return the counters of the engine: running and waiting requests, tokens, versions."""
         return self._streams.stats
 
     # -- checks of requests -------------------------------------------------------------------------------------------
@@ -275,22 +289,24 @@ class ServedEngine:
         return request_problem(request, self._limits.vocab_size) or dialect.refusal(sampling, continues=continues)
 
     def _prompt(self, request: GenerateRequest, name: str) -> list[int]:
-        """Return the token ids of the prompt; a fork's prompt is its parent's tokens up to the fork."""
+        """Return the token ids of the prompt; that of a fork is the prompt and the answer of its parent up to the fork.
+        ``name`` is the request's in errors. Raises :class:`~headrace.base.errors.RequestError` for invalid tokens."""
         checked = check_ids("prompt", request.prompt_ids_T, self._limits.vocab_size)
         if checked.problem:
             raise RequestError(f"{name}: {checked.problem}", remedy="encode with the tokenizer of the engine's model")
         if request.fork is None:
             return [int(token) for token in checked.ids_T]
-        past = self._fork_point(request.fork, name)
+        past = self._find_fork_source(request.fork, name)
         if len(checked.ids_T):
             raise RequestError(
                 f"{name} is a fork and has a prompt of its own", remedy="leave the prompt of a fork empty"
             )
         return [*past.prompt, *past.ids[: request.fork.at]]
 
-    def _fork_point(self, fork: ForkRequest, name: str) -> _ServedForkSource:
-        """Return the parent of ``fork``. Raises :class:`~headrace.base.errors.RequestError` if it cannot be forked
-        there."""
+    def _find_fork_source(self, fork: ForkRequest, name: str) -> _ServedForkSource:
+        """Return the tokens of the running or recently ended request that ``fork`` continues; ``name`` is the new
+        request's in errors. Raises :class:`~headrace.base.errors.RequestError` if there is none, or if it cannot be
+        forked at that token."""
         past = self._live.get(fork.parent) or self._ended.get(fork.parent)
         if past is None:
             raise RequestError(
@@ -316,7 +332,8 @@ class ServedEngine:
         return past
 
     def _given_answer(self, request: GenerateRequest, name: str) -> list[int]:
-        """Return the tokens of the answer that another engine has sampled, which this one continues."""
+        """Return the tokens of the answer that another engine has sampled and this one continues; none for a new
+        answer. Raises :class:`~headrace.base.errors.RequestError` if they cannot be continued."""
         if request.answer_ids_T is None:
             return []
         checked = check_ids("answer", request.answer_ids_T, self._limits.vocab_size)
@@ -345,19 +362,22 @@ class ServedEngine:
         return chunks
 
     def _refuse_broken(self) -> None:
+        """Raise the error with which the connection to the server ended, if it has ended."""
         if self._wire.failure is not None:
             raise self._wire.over() from self._wire.failure
 
     def _begin_swap(self, version: int, mode: Interrupt) -> None:
+        """Start the task that lets the server load ``version``; this runs in the event loop."""
         self._swap = self._wire.spawn(self._streams.swap(version, mode))
 
     async def _scores(self, ids: Sequence[int], top_k: int) -> TopScores:
+        """Ask the server for the scores of ``ids``, with the adapter of the policy."""
         adapter = self._server.handover.form.adapters[""]
         return await self._server.dialect.scores(self._wire.client, ids, top_k, adapter)
 
     async def _adopt(self, version: int) -> None:
-        """Let the server load a version whose files are written, or only name it if its own directory holds these
-        weights."""
+        """Let the server load the written files of a version, or only name its weights if its own directory holds
+        them."""
         handover, dialect, label = self._server.handover, self._server.dialect, self._streams.labels.of(version)
         if handover.form.adapters[""]:  # the server's own directory holds no adapters
             await dialect.load(self._wire.client, handover.path(version), label, handover.form.folders)
@@ -366,6 +386,7 @@ class ServedEngine:
         self._streams.adopt(version)
 
     async def _withdraw(self, request_ids: Sequence[int]) -> None:
+        """End the requests with these ids, and queue their last chunks; this runs in the event loop."""
         for chunk in self._streams.withdraw(request_ids, StopReason.ABORTED):
             self._chunk_queue.put(chunk)
 
@@ -373,5 +394,5 @@ class ServedEngine:
 async def _make_streams(
     wire: Wire, server: Server, chunk_queue: ChunkQueue, stream_config: StreamConfig, clock: Clock
 ) -> AnswerStreams:
-    """Make the streams within the event loop that owns them."""
+    """Return the streams of the server. This runs in the event loop that owns them."""
     return AnswerStreams(wire, server, chunk_queue, stream_config, clock)

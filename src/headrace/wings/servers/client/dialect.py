@@ -1,4 +1,5 @@
-"""The contract of a server's API: what a kind of server must offer to be an engine."""
+"""The contract of a server's API: what a kind of server must offer to be an engine. A label is the name under which the
+server knows a version of the weights; ``client`` is always the HTTP client of the server."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PauseMode:
-    """The way in which a server pauses."""
+    """The way in which a server is to pause for a commit."""
 
     abort: bool = False
     """Whether to end every answer with the tokens it has; otherwise answers stay and continue after the pause."""
@@ -40,11 +41,12 @@ class ServerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamRequest:
-    """A request for one stream."""
+    """A request for one stream: an answer, or the rest of one."""
 
     ids: Sequence[int]
     """The tokens that the stream starts with: the prompt, and the part of the answer that exists already."""
     sampling: Sampling
+    """The sampling settings of the answer."""
     max_new_tokens: int
     """Number of tokens that may be added."""
     label: str
@@ -56,7 +58,7 @@ class StreamRequest:
 
 
 class ServerDialect(Protocol):
-    """The API of one kind of server."""
+    """The API of one kind of server, such as vLLM: the requests and replies that an engine exchanges with it."""
 
     name: str
     """The server's name for display."""
@@ -70,12 +72,12 @@ class ServerDialect(Protocol):
     """URL path of requests for streams."""
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that the answer
-        has already begun."""
+        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that another
+        engine has begun the answer."""
         ...
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
-        """Return the JSON body of a request for a stream."""
+        """Return the JSON body of the HTTP request for a stream, in the server's format."""
         ...
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
@@ -84,11 +86,11 @@ class ServerDialect(Protocol):
         ...
 
     async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
-        """Ask the server for its version, model and context."""
+        """Return the server's version, model and context, as it reports them."""
         ...
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
-        """Stop generating after the current step."""
+        """Stop generating after the current step, in the way of ``mode``."""
         ...
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
@@ -97,7 +99,7 @@ class ServerDialect(Protocol):
         ...
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
-        """Name the server's current weights ``label``."""
+        """Give the server's current weights the name ``label``, without changing them."""
         ...
 
     async def resume(self, client: httpx.AsyncClient) -> None:
@@ -113,7 +115,8 @@ class ServerDialect(Protocol):
         ...
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprobs of ``ids`` at temperature 1, and the ``top_k`` likeliest entries at each position."""
+        """Return the logprob of each of ``ids`` after those before it at temperature 1, and the ``top_k`` likeliest
+        tokens in each place. ``adapter`` is the adapter that computes; empty for the model itself."""
         ...
 
 

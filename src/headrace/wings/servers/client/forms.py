@@ -22,20 +22,23 @@ from headrace.wings.servers.client.launching import ServeRequirements
 from headrace.wings.servers.client.records import RoutingDecoder
 
 FILE = "model.safetensors"
+"""Name of the checkpoint file of a version."""
 
 
 class ServedForm:
-    """The form of all versions of one run, derived from the model's configuration without its weights."""
+    """The form in which all versions of one run reach the server, derived from the model's configuration without its
+    weights."""
 
     def __init__(self, required: ServeRequirements) -> None:
+        """Build the model of ``required`` without the values of its weights, with its adapters if these are trained."""
         lora, dtype = required.lora, getattr(torch, required.dtype)
         with BUILDING, torch.device("meta"):
             self._model: PreTrainedModel = AutoModelForCausalLM.from_config(read_config(required.path), dtype=dtype)
             if lora is not None:
                 add_adapters(self._model, lora.model_copy(update={"adapter": None}), required.path)
         self.adapters: Mapping[str, str] = {"": DEFAULT, **{one: one for one in lora.agents}} if lora else {"": ""}
-        """The server's name of each agent's adapter, and of the policy's under the empty name; ``{"": ""}`` if there
-        are not adapters."""
+        """The server's name of the adapter of each agent, and under the empty name of the policy's; ``{"": ""}`` if the
+        model itself is trained."""
 
     @property
     def folders(self) -> Sequence[str]:
@@ -49,7 +52,8 @@ class ServedForm:
         return {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu") for name, tensor in held.items()}
 
     def write(self, tensors: Mapping[str, Tensor], directory: Path) -> None:
-        """Write a version into ``directory``, which exists and is empty. Raises ``OSError`` and ``SafetensorError``."""
+        """Write a version, given by its ``tensors``, as files that the server can load into ``directory``, which exists
+        and is empty. Raises ``OSError`` and ``SafetensorError``."""
         if self.adapters[""]:
             write_adapters(self._model, tensors, directory)
             return
@@ -57,7 +61,7 @@ class ServedForm:
         save_file(in_file_format(self._model, detached), directory / FILE, metadata={"format": "pt"})
 
     def routes(self) -> RoutingDecoder | None:
-        """Return the decoder of the experts that the server reports; ``None`` for a model without experts. Raises
-        :class:`~headrace.base.errors.ModelError` for an unknown mixture of experts."""
+        """Return the decoder of the experts that the server reports for each token; ``None`` for a model without
+        experts. Raises :class:`~headrace.base.errors.ModelError` for an unknown mixture of experts."""
         routed = find_routing(self._model)
         return None if routed is None else RoutingDecoder(routed, self._model.config.num_hidden_layers)

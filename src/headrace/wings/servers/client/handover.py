@@ -23,10 +23,12 @@ DEADLINE_S = 30.0
 
 
 class Handover:
-    """The versions that are on their way to a server. Each is a folder in ``directory``, which the server can read and
-    only this run uses."""
+    """The versions that are on their way to a server, each a folder in ``directory``, which the server can read and
+    only this run uses. ``form`` says which files a version has, and ``deadline_s`` is the longest wait while one is
+    sent."""
 
     def __init__(self, directory: Path, form: ServedForm, deadline_s: float = DEADLINE_S) -> None:
+        """Make a handover to which no version was written yet."""
         self.directory, self.form, self.deadline_s = directory, form, deadline_s
         self.carrier: Carrier | None = None
         """The sender to the server's machines; ``None`` if the server can read ``directory``."""
@@ -37,7 +39,8 @@ class Handover:
         return self._carried.get(version, self._written(version))
 
     def write(self, version: int, tensors: Mapping[str, Tensor]) -> None:
-        """Write ``version`` where the server finds it, completely or not at all.
+        """Write the tensors of ``version`` where the server finds them, completely or not at all, and send them to its
+        machines if they cannot read ``directory``.
 
         Raises :class:`~headrace.base.errors.WeightsError` if there is too little space, or if the transfer fails.
         """
@@ -58,7 +61,7 @@ class Handover:
             self._carried[version] = self.carrier.carry(self._written(version), version)
 
     def drop_before(self, version: int) -> None:
-        """Delete the versions before ``version``."""
+        """Delete the versions before ``version``, which the server has loaded."""
         for path in self.directory.glob("v*"):
             if int(path.name.removeprefix("v")) < version:
                 shutil.rmtree(path, ignore_errors=True)
@@ -67,4 +70,5 @@ class Handover:
                 del self._carried[older]
 
     def _written(self, version: int) -> Path:
+        """Return the folder of ``version`` on this machine."""
         return self.directory / f"v{version}"

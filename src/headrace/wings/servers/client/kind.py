@@ -44,12 +44,15 @@ SERVED = Capabilities(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerKind(EngineKind):
-    """A kind of server. To add one, write a dialect, a command, and an instance of this class."""
+    """A kind of server as an engine, such as vLLM, in the registry of engines. To add one, write a dialect, a command,
+    and an instance of this class."""
 
     parts: Callable[[], ServerParts]
-    """Import and return how such a server is started and spoken to."""
+    """A function that imports and returns what is needed to start and use such a server."""
     settings: type[EngineSettings] = ServerConfig
+    """The class of the settings ``[engine.server]``."""
     unread: frozenset[str] = frozenset({"cache_tokens", "max_pinned_versions", "stream_steps", "kernels"})
+    """Settings of ``[engine]`` that have no effect on a server."""
 
 
 def settings_of(config: EngineConfig) -> ServerConfig:

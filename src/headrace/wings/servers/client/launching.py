@@ -1,4 +1,5 @@
-"""The parts that the start commands of all servers share."""
+"""The parts that the start commands of all servers share. A server such as vLLM is installed in a Python environment,
+Headrace's own or another one."""
 
 from __future__ import annotations
 
@@ -24,6 +25,7 @@ class ServeRequirements:
     path: str
     """Directory of the model."""
     dtype: str
+    """Name of the dtype of the weights, such as ``bfloat16``."""
     max_context: int
     """Largest number of tokens of a prompt and its answer together."""
     lora: LoraConfig | None = None
@@ -37,8 +39,9 @@ class ServeRequirements:
 
 
 def model_alone(path: str, directory: Path) -> str:
-    """Return a directory with the model in ``path`` and no other safetensors files, since servers read all they find.
-    If there are others, such as an optimizer's state, that is a directory of links below ``directory``."""
+    """Return a directory that holds the model in ``path`` and no other safetensors files, since servers read all that
+    they find. If ``path`` has others, such as an optimizer's state, it is a directory of links below ``directory``;
+    otherwise ``path`` itself."""
     source = Path(path).resolve()
     index = source / "model.safetensors.index.json"
     names = {"model.safetensors"}
@@ -85,7 +88,8 @@ def installed(server: ServerConfig, package: str) -> str:
 
 
 def refuse_untested(name: str, version: str, tested: tuple[str, ...], *, any_version: bool) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a server version that has not passed the contract suite."""
+    """Raise :class:`~headrace.base.errors.ConfigError` for a ``version`` of the server ``name`` that is none of the
+    ``tested`` ones (``0.32`` stands for all ``0.32.x``), unless ``any_version`` is set."""
     if any_version or any(version == known or version.startswith(f"{known}.") for known in tested):
         return
     known = f"tested are {', '.join(tested)}" if tested else "no version was tested, but for a fake of its API"

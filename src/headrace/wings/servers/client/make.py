@@ -32,7 +32,9 @@ from headrace.wings.servers.client.wire import Address, Wire
 
 @contextmanager
 def opened(setup: EngineSetup) -> Iterator[OpenedEngine]:
-    """Open the engine of ``engine.kind`` in this process: start or find its server, and pass new weights on to it."""
+    """Open the engine of ``engine.kind`` in this process, as a context: start its server or connect to a running one,
+    and yield the engine with its facts. If the weights never change, the server uses those of the model's directory
+    from the beginning."""
     config, model = setup.config, setup.model
     refuse_multimodal(
         model.path, f"engine.kind={config.kind!r} serves the whole checkpoint, whose weights have other names"
@@ -70,8 +72,9 @@ def served(
     receiver: Receiver | None,
     clock: Clock,
 ) -> Iterator[ServedEngine]:
-    """Yield the engine, which has no version yet; its weights come through ``handover``. Raises
-    :class:`~headrace.base.errors.ConfigError` if the server cannot be started or reached, or does not fit."""
+    """Start the server of ``config`` or connect to a running one, check it, and yield an engine that samples through
+    it. The engine has no version yet; its weights come through ``handover``, from the ``receiver`` if they are trained.
+    Raises :class:`~headrace.base.errors.ConfigError` if the server cannot be started or reached, or does not fit."""
     kind, directory = ENGINES.load(config.kind), handover.directory
     assert isinstance(kind, ServerKind)
     parts, settings = kind.parts(), settings_of(config)
@@ -104,8 +107,8 @@ def served(
 
 
 def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig | None:
-    """Return the settings of the transfer to the server's machines; ``None`` if the server can read the folder. Raises
-    :class:`~headrace.base.errors.ConfigError`."""
+    """Return the settings for sending versions to the server's machines; ``None`` if the server can read the folder of
+    the versions. Raises :class:`~headrace.base.errors.ConfigError` if this machine cannot send in the chosen way."""
     settings = settings_of(config)
     if settings.weights_by == "files":
         return None
@@ -123,7 +126,8 @@ def _carrier_config(config: EngineConfig, handover: Handover) -> CarrierConfig |
 def _opened_carrier(
     parts: ServerParts, wire: Wire, handover: Handover, carrier_config: CarrierConfig | None
 ) -> Iterator[None]:
-    """Give ``handover`` a carrier of weights to other machines inside the context, if the settings ask for one."""
+    """Give ``handover`` a carrier, which sends versions to the server's machines, while the body runs; without
+    ``carrier_config`` nothing is done."""
     if carrier_config is None:
         yield
         return
@@ -140,8 +144,9 @@ def vocabulary(path: str) -> int:
 def _refuse_other_model(
     dialect: ServerDialect, address: Address, info: ServerInfo, required: ServeRequirements
 ) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` if the server's model differs in what can be seen without
-    sampling. Other differences appear when weights do not fit, or in the first comparison of logprobs."""
+    """Raise :class:`~headrace.base.errors.ConfigError` if the model that the server reports in ``info`` differs from
+    the required one in its context, its name or its tensors. Other differences appear when weights do not fit, or in
+    the first comparison of logprobs."""
     if info.max_context < required.max_context:
         raise ConfigError(
             f"{dialect.name} at {address} serves {info.model!r} with a context of {info.max_context} tokens, and "
@@ -169,8 +174,8 @@ def _refuse_other_model(
 
 
 def _other_tensors(required: ServeRequirements, theirs: str) -> str:
-    """Return the first difference between the tensors of both models; empty if there is none, or if the server's
-    directory cannot be read here."""
+    """Return the first difference in names or shapes between the tensors of the server's model, in the directory
+    ``theirs``, and the required one; empty if there is none, or if that directory cannot be read here."""
     if not (Path(theirs) / "config.json").is_file() or Path(theirs).resolve() == Path(required.path).resolve():
         return ""
     there, here = (

@@ -1,5 +1,5 @@
-"""The ownership of a server by one run: a second run on this machine is refused, one on another machine is detected in
-the server's answers."""
+"""The ownership of a server by one run, which alone may load weights into it: a second run on this machine is refused,
+one on another machine is detected in the server's answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ REMEDY = "give each run a server of its own (engine.server.urls)"
 @contextlib.contextmanager
 def owned(address: Address) -> Iterator[None]:
     """Own the server at ``address`` while the body runs, among the processes of this machine. Raises
-    :class:`~headrace.base.errors.ConfigError` if another process owns it and does not exit. Only Linux is supported:
-    elsewhere nothing is checked."""
+    :class:`~headrace.base.errors.ConfigError` if another process owns it and does not exit within :data:`EXIT_S`. On
+    other systems than Linux nothing is checked."""
     # an abstract socket: it has no file, and ends with this process
     name = f"\0headrace gives weights to {_numeric(address.host)[:60]}:{address.port}"
     with socket.socket(socket.AF_UNIX) as claim:
@@ -33,15 +33,15 @@ def owned(address: Address) -> Iterator[None]:
 
 
 def public_name() -> str:
-    """Return a name that differs between runs and is the same in all processes of a run. It does not reveal the run's
-    token."""
+    """Return a name that is the same in all processes of a run and differs between runs. It is a hash, so that it does
+    not reveal the run's token."""
     token = run_token() or secrets.token_hex(8)
     return hashlib.blake2b(token.encode(), digest_size=8).hexdigest()
 
 
 def _claim(claim: socket.socket, name: str) -> bool:
-    """Bind the abstract socket ``name``, which says that this process owns something; return whether that succeeded. If
-    another process holds it, wait once for its end."""
+    """Bind the abstract socket ``name`` to ``claim``, and return whether that succeeded: only one process of this
+    machine can have it. If another one has it, wait once for its end."""
     for _ in range(2):
         with contextlib.suppress(OSError):
             claim.bind(name)
@@ -55,6 +55,7 @@ def _claim(claim: socket.socket, name: str) -> bool:
 
 
 def _numeric(host: str) -> str:
+    """Return the numeric address of ``host``, or ``host`` itself if it cannot be resolved."""
     with contextlib.suppress(OSError):
         return socket.gethostbyname(host)
     return host

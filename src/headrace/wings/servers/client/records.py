@@ -1,4 +1,5 @@
-"""The records of a token besides its logprob, decoded and checked, since a server's data are not trusted.
+"""The records of a token beside its logprob, decoded and checked, since a server's data are not trusted: its kept-set
+(the token ids that truncated sampling left to choose from) and the experts that computed it.
 
 Shape legend: N tokens, H layers of a model, L mixture-of-experts layers among them, K experts per token and layer.
 """
@@ -24,10 +25,11 @@ crash the parser."""
 
 
 class RoutingDecoder:
-    """A decoder of the experts that a server reports, for one model with ``num_layers`` layers, not all of which have
+    """A decoder of the experts that a server reports, for one model with ``num_layers`` layers, of which only some have
     experts."""
 
     def __init__(self, routed: RoutedModel, num_layers: int) -> None:
+        """Make a decoder; ``routed`` describes the experts of the model and the layers that have some."""
         self._routed, self._num_layers = routed, num_layers
         self._depths = [layer.depth for layer in routed.layers]
 
@@ -47,7 +49,8 @@ class RoutingDecoder:
 
 
 def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: int) -> None:
-    """Raise ``ValueError`` if the tokens ``ids`` cannot have been drawn from the sets ``kept``."""
+    """Raise ``ValueError`` if the tokens ``ids`` cannot have been drawn from the kept-sets ``kept``: each must be in
+    its own set, whose ids must ascend and be below ``vocab_size``."""
     if len(kept) != len(ids):
         raise ValueError(f"{len(kept)} kept-sets for {len(ids)} tokens")
     for token, span in zip(ids, kept, strict=True):
@@ -58,7 +61,7 @@ def refuse_kept(kept: Sequence[Sequence[int]], ids: Sequence[int], vocab_size: i
 
 
 def numbers(text: str) -> npt.NDArray[np.int32]:
-    """Return the 32-bit integers in ``text``, which is base64. Raises ``ValueError`` for anything else."""
+    """Return the 32-bit integers in the base64 ``text``. Raises ``ValueError`` for anything else."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.int32)
 
 

@@ -1,4 +1,5 @@
-"""One server: its process if an engine started it, and the checks whether it is alive."""
+"""One server of an engine: its process if the engine started it, and the checks whether it is alive. A server that the
+engine found running already has no process here."""
 
 from __future__ import annotations
 
@@ -33,43 +34,52 @@ GRACE_S = 10.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A command that starts a server."""
+    """A command that starts a server, which is run, or shown to a user in an error. ``str`` is the line for a shell."""
 
     argv: Sequence[str]
+    """The program and its arguments."""
     variables: Mapping[str, str]
     """Environment variables in addition to those that every program of a run gets."""
     hint: str = ""
     """Advice, besides the log, for a server that exits before it serves."""
 
     def __str__(self) -> str:
+        """Return the command as a line for a shell, with its environment variables."""
         return shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.argv])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerParts:
-    """The functions and the dialect with which servers of one kind are started and used."""
+    """What is needed to start and use servers of one kind."""
 
     dialect: ServerDialect
+    """The API of such a server."""
     own_address: Callable[[Path], Address]
-    """Returns the address at which a server that an engine starts listens, given a directory of its own."""
+    """A function that returns the address at which a server that the engine starts is to listen, given a directory of
+    its own."""
     command: Callable[[EngineConfig, ServeRequirements, Address], Command]
-    """Returns the command that starts a server."""
+    """A function that returns the command that starts a server, from the settings of the engine, the required model and
+    the address."""
     call_workers: CallWorkers | None = None
-    """Calls methods of the server's workers; ``None`` if versions cannot be sent to its machines."""
+    """A function that calls methods of the server's workers; ``None`` if versions cannot be sent to its machines."""
 
 
 class Server:
-    """A server, and its process if this engine started it."""
+    """The server of one engine, and its process if the engine started it. ``handover`` holds the versions for it."""
 
     def __init__(self, dialect: ServerDialect, address: Address, handover: Handover, command: Command) -> None:
+        """Make the server, whose process is not started. ``command`` is the one that starts it, or that the user should
+        have used."""
         self.dialect, self.address, self.handover, self._command = dialect, address, handover, command
         self._process: subprocess.Popen[bytes] | None = None
 
     def __str__(self) -> str:
+        """Return the name and the address of the server, for messages."""
         return f"{self.dialect.name} at {self.address}"
 
     def start(self) -> None:
-        """Start the server's process. It prints to the output of this process."""
+        """Start the server's process, which prints to the output of this process. Raises
+        :class:`~headrace.base.errors.ConfigError` if the program cannot be run."""
         try:
             self._process = subprocess.Popen(
                 list(self._command.argv),
@@ -83,13 +93,13 @@ class Server:
             ) from None
 
     def wait_until_serving(self, wire: Wire, wait_s: float, clock: Clock) -> ServerInfo:
-        """Return the server's facts once it answers. Raises :class:`~headrace.base.errors.ConfigError` if it does not
-        within ``wait_s``."""
+        """Wait until the server answers, and return what it reports about itself. Raises
+        :class:`~headrace.base.errors.ConfigError` if it does not within ``wait_s`` seconds, or if its process ends."""
         return wire.call(self._wait_until_serving(wire.client, wait_s, clock), wait_s + HEALTH_S)
 
     async def refuse_dead(self, client: httpx.AsyncClient, *, ask: bool = True) -> None:
-        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended, or, with ``ask``, if it
-        does not answer a health check."""
+        """Raise :class:`~headrace.base.errors.ComponentDied` if the server's process has ended or, with ``ask``, if the
+        server does not answer a health check."""
         import httpx
 
         if words := self._ended():
@@ -106,15 +116,15 @@ class Server:
             raise ComponentDied(self._ended() or f"{self} {words}", remedy="look at its log")
 
     def lacks(self, what: str) -> EngineUnfit:
-        """Return the error of a server that does not report ``what`` it must report, so that none of its answers can be
-        used."""
+        """Return the error for a server that does not report ``what`` it must report of each token, so that none of its
+        answers can be used."""
         return EngineUnfit(
             f"{self} tells no {what} of its tokens",
             remedy=f"start it so: {self._command}",
         )
 
     def close(self) -> None:
-        """Terminate the process that this engine started."""
+        """End the process that the engine started, if any; it is killed after :data:`GRACE_S`."""
         if self._process is None:
             return
         self._process.terminate()
@@ -125,14 +135,14 @@ class Server:
             self._process.wait()
 
     def _ended(self) -> str:
-        """Return a sentence about the end of the server's process; empty while it runs, and for a server that was
-        found."""
+        """Return a sentence about the end of the server's process; empty while it runs, and for a server that has no
+        process here."""
         code = None if self._process is None else self._process.poll()
         return "" if code is None else f"{self.dialect.name} ended with exit code {code}"
 
     async def _identify(self, client: httpx.AsyncClient) -> ServerInfo:
-        """Ask the server for its version, its model and its context. Raises :class:`~headrace.base.errors.ConfigError`
-        if its answer is not that of a server of this kind."""
+        """Return what the server reports about itself. Raises :class:`~headrace.base.errors.ConfigError` if its answer
+        is not that of a server of this kind."""
         try:
             return await self.dialect.identify(client)
         except HeadraceError:
@@ -145,8 +155,8 @@ class Server:
             ) from None
 
     async def _wait_until_serving(self, client: httpx.AsyncClient, wait_s: float, clock: Clock) -> ServerInfo:
-        """Wait until the server answers, and return what it says about itself. Raises
-        :class:`~headrace.base.errors.ConfigError` after ``wait_s``, or if its process has ended."""
+        """Wait until the server answers a health check, and return what it reports about itself. Raises
+        :class:`~headrace.base.errors.ConfigError` after ``wait_s`` seconds, or if its process has ended."""
         import httpx
 
         until_s, last = clock.now() + wait_s, "nobody has answered"

@@ -1,5 +1,5 @@
-"""The part of a served engine that runs in the wire's event loop: one task for each answer, and the commits between
-them.
+"""The part of a served engine that runs in the event loop of the wire (the connections to the server): one task for
+each answer, and the commits between them. A stream is one streamed reply of the server.
 
 queue ──at most max_streams──▶ stream ──stop, length──▶ ended
   ▲                            │ ▲
@@ -52,7 +52,7 @@ WATCH_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamConfig:
-    """The settings of the streams."""
+    """The settings of the streams of one server."""
 
     max_streams: int
     """Largest number of streams at once."""
@@ -69,9 +69,12 @@ class StreamConfig:
 
 
 class AnswerStreams:
-    """The streams of one server. Every method must be called in the wire's event loop."""
+    """The streams of one server, the queue of answers that wait for one, and its commits. Every method must be called
+    in the event loop of the wire."""
 
     def __init__(self, wire: Wire, server: Server, chunk_queue: ChunkQueue, config: StreamConfig, clock: Clock) -> None:
+        """Make the streams of ``server`` over ``wire``, and begin to watch the server. Chunks and reports go into
+        ``chunk_queue``."""
         self._wire, self._server, self._chunk_queue, self._config, self._clock = (
             wire,
             server,
@@ -98,12 +101,13 @@ class AnswerStreams:
         self._watching = wire.spawn(self._watch())
 
     def adopt(self, version: int) -> None:
-        """Record that the server has ``version``."""
+        """Record that the server uses the weights of ``version``; tokens that arrive from now on get it."""
         self._version = version
         self._update_stats(version=version)
 
     def add(self, answer: StreamedAnswer) -> None:
-        """Add a request to the queue."""
+        """Queue an answer, which is streamed as soon as a stream is free. If its request has a deadline, it is ended
+        then."""
         self._known[answer.request.request_id] = answer
         deadline_s = answer.request.deadline_s
         if deadline_s is not None:
@@ -112,7 +116,7 @@ class AnswerStreams:
         self._admit()
 
     def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[TokenChunk]:
-        """End the answers to ``request_ids`` and return their last chunks; unknown ids are ignored."""
+        """End the answers to ``request_ids`` for ``reason``, and return their last chunks; unknown ids are ignored."""
         known = [self._known[one] for one in dict.fromkeys(request_ids) if one in self._known]
         for answer in known:
             self._remove(answer)
@@ -122,12 +126,12 @@ class AnswerStreams:
         return [answer.chunk(reason) for answer in known]
 
     async def pause(self) -> None:
-        """Pause the server until :meth:`resume`."""
+        """Pause the server until :meth:`resume`; answers stay in it."""
         self._stop_admitting()
         await self._dialect.pause(self._wire.client, PauseMode())
 
     async def sleep(self) -> None:
-        """Pause the server until :meth:`resume`, and have it release its memory."""
+        """Pause the server until :meth:`resume`, end its streams, and let it release its memory."""
         self._stop_admitting()
         self._resumed.clear()
         await self._dialect.pause(self._wire.client, PauseMode(abort=True))
@@ -136,19 +140,21 @@ class AnswerStreams:
         self._asleep = True
 
     async def resume(self) -> None:
-        """Continue generating and admit requests again."""
+        """Let the server continue to generate, and admit requests again."""
         await self._wake()
         await self._dialect.resume(self._wire.client)
         self._resumed.set()
         self._start_admitting()
 
     async def _wake(self) -> None:
+        """Let the server allocate its memory again, if it has released it."""
         if self._asleep:
             await self._dialect.wake(self._wire.client)
             self._asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
-        """Have the server load ``version`` in the way of ``mode``, and report the commit."""
+        """Let the server load ``version``, and queue the report of the commit. ``mode`` says what becomes of running
+        answers: they stay, are ended and continued, begin again, or are waited for."""
         ordered_s = self._clock.now()
         self._stop_admitting(later_only=mode is Interrupt.BATCH)
         if mode in _WAITS_FOR_ANSWERS:
@@ -193,14 +199,15 @@ class AnswerStreams:
     # -- the queue ----------------------------------------------------------------------------------------------------
 
     def _queue(self, answer: StreamedAnswer) -> None:
-        """Add an answer to the waiting ones; while a commit holds new answers back, to those instead."""
+        """Add an answer to the waiting ones or, while a commit stops admission, to those that are held back."""
         if self._held_back is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
             self._held_back.append(answer)
 
     def _admit(self) -> None:
-        """Start the requests that wait, in the order of their priority, while there are free streams."""
+        """Start the streams of waiting answers, in the order of their priority, while fewer than the allowed number
+        run."""
         while self._waiting and len(self._running) < self._config.max_streams:
             _, answer = heapq.heappop(self._waiting)
             request_id = answer.request.request_id
@@ -213,7 +220,7 @@ class AnswerStreams:
         self._update_stats()
 
     def _remove(self, answer: StreamedAnswer) -> None:
-        """Forget an answer that has ended; when none runs any more, the busy time ends too."""
+        """Forget an answer that has ended, and count the busy time when none runs any more."""
         request_id = answer.request.request_id
         self._known.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
@@ -221,14 +228,15 @@ class AnswerStreams:
         self._changed.set()
 
     def _expire(self, answer: StreamedAnswer) -> None:
-        """End an answer whose deadline has passed."""
+        """End an answer whose deadline has passed, if it has not ended before."""
         request_id = answer.request.request_id
         if self._known.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
                 self._chunk_queue.put(chunk)
 
     def _stop_admitting(self, *, later_only: bool = False) -> None:
-        """Hold back new answers until :meth:`_start_admitting`; also those that wait already, unless ``later_only``."""
+        """Hold back new answers until :meth:`_start_admitting`; also those that wait already, unless ``later_only`` is
+        set."""
         if self._held_back is None:
             self._held_back = []
         if not later_only:
@@ -236,15 +244,16 @@ class AnswerStreams:
             self._waiting = []
 
     def _start_admitting(self) -> None:
-        """Queue the answers that were held back during a commit, and send as many as may run."""
+        """Queue the answers that were held back, and start as many as may run."""
         held, self._held_back = self._held_back or [], None
         for answer in held:
             self._queue(answer)
         self._admit()
 
     async def _wait_until_halted(self) -> None:
-        """Wait until the server has ended every stream. A stream without a token is requested again instead, since its
-        request may not have reached the server."""
+        """Wait until the paused server has ended every stream. An answer whose stream has brought no token is queued
+        again instead, since its request may not have reached the server. Raises
+        :class:`~headrace.base.errors.ComponentDied` after :data:`HALT_S`."""
         for answer in list(self._running.values()):
             if not answer.halted and len(answer.ids) == answer.stream_start:
                 assert answer.task is not None
@@ -261,6 +270,7 @@ class AnswerStreams:
             ) from None
 
     async def _wait_for(self, reached: Callable[[], bool]) -> None:
+        """Wait until ``reached`` returns true; it is asked again whenever an answer ends or is halted."""
         while not reached():
             self._changed.clear()
             await self._changed.wait()
@@ -268,8 +278,8 @@ class AnswerStreams:
     # -- one answer ---------------------------------------------------------------------------------------------------
 
     async def _run(self, answer: StreamedAnswer) -> None:
-        """Stream one answer to its end. If the server aborts it for a commit, wait until the server resumes, and
-        request the rest."""
+        """Stream one answer to its end; this is the body of its task. If the server ends the stream for a commit, wait
+        until the server resumes, and request the rest."""
         try:
             while (ended := await self._stream(answer)) == ABORT:
                 if self._resumed.is_set():
@@ -288,7 +298,8 @@ class AnswerStreams:
         self._admit()
 
     async def _stream(self, answer: StreamedAnswer) -> str:
-        """Stream one answer until the server ends the stream; return the reason why it ended."""
+        """Request the rest of one answer, read the stream until the server ends it, and return the reason why it ended:
+        ``stop``, ``length`` or ``abort``."""
         import httpx
 
         answer.stream_start = len(answer.ids)
@@ -314,7 +325,7 @@ class AnswerStreams:
             ) from None
 
     async def _refusal(self, reply: httpx.Response) -> RequestError:
-        """Return the error in a reply that is not a stream. Raises :class:`~headrace.base.errors.ComponentDied` if the
+        """Return the error for a reply that is not a stream. Raises :class:`~headrace.base.errors.ComponentDied` if the
         server is dead."""
         status, body = reply.status_code, (await reply.aread())[:500]
         if status not in _REQUEST_ERRORS:
@@ -325,7 +336,9 @@ class AnswerStreams:
         return RequestError(problem, remedy="look at the request, and at the server's log")
 
     async def _read_stream(self, answer: StreamedAnswer, reply: httpx.Response) -> str:
-        """Read the events of one stream, and return why it ended."""
+        """Read the events of one stream into the answer, and return the reason why the stream ended. Raises
+        :class:`~headrace.base.errors.SequenceFailed` for an event that is not valid, since the server is not
+        trusted."""
         async for line in reply.aiter_lines():
             if not line.startswith("data: ") or line == "data: [DONE]":
                 continue
@@ -372,8 +385,8 @@ class AnswerStreams:
                 answer.task.cancel()
 
     def _append(self, answer: StreamedAnswer, part: StreamPart) -> None:
-        """Check ``part`` and append its tokens; send a chunk if enough tokens are new. Raises ``ValueError`` for an
-        invalid part."""
+        """Check the tokens of ``part`` and append them to the answer; queue a chunk for the reader if enough tokens are
+        new. Raises ``ValueError`` for an invalid part."""
         if len(part.ids) != len(part.logprobs):
             raise ValueError(f"{len(part.logprobs)} logprobs for {len(part.ids)} tokens")
         if max(part.ids, default=0) >= self._config.vocab_size:
@@ -400,15 +413,16 @@ class AnswerStreams:
             self._chunk_queue.put(answer.chunk())
 
     def _experts(self, answer: StreamedAnswer, part: StreamPart) -> Experts:
-        """Return the experts that the server reports for the tokens so far. Raises an error if it reports none."""
+        """Return the experts that the server reports with the last event of an answer, checked against the model.
+        Raises an error if it reports none."""
         assert self._config.routing is not None
         if part.experts is None:
             raise self._server.lacks("experts")
         return self._config.routing.of(part.experts, len(answer.prompt) + len(answer.ids) - 1)
 
     async def _watch(self) -> None:
-        """Check from time to time that the server is alive, and raise if it is not, even if its connections stay
-        open."""
+        """Check every :data:`WATCH_S` seconds whether the server is alive, and raise if it is not, even if its
+        connections stay open. This task runs as long as the connection."""
         for _ in itertools.count():
             await asyncio.sleep(WATCH_S)
             silent_s = self._clock.now() - self._last_token_s
@@ -416,7 +430,8 @@ class AnswerStreams:
             await self._server.refuse_dead(self._wire.client, ask=is_silent)
 
     def _update_stats(self, **changed: float) -> None:
-        """Replace figures of the statistics, and count the running and the waiting answers."""
+        """Replace the engine's counters by new ones with the ``changed`` figures and the present numbers of running and
+        waiting answers."""
         waiting = len(self._known) - len(self._running)
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed
@@ -424,21 +439,22 @@ class AnswerStreams:
 
 
 class ChunkQueue:
-    """A queue that passes chunks and commit reports from the wire's event loop to the engine's step loop. The tokens of
-    the open requests bound its size."""
+    """A queue that passes chunks of tokens and reports of commits from the event loop to the thread that steps the
+    engine. The tokens of the open requests bound its size."""
 
     def __init__(self) -> None:
+        """Make an empty queue."""
         self._chunks: deque[TokenChunk] = deque()
         self._swaps: deque[SwapReport] = deque()
         self._filled = threading.Event()
 
     def put(self, chunk: TokenChunk) -> None:
-        """Add a chunk."""
+        """Add a chunk for the reader of an answer."""
         self._chunks.append(chunk)
         self._filled.set()
 
     def report(self, swap: SwapReport) -> None:
-        """Add the report of a commit."""
+        """Add the report of a commit that has ended."""
         self._swaps.append(swap)
         self._filled.set()
 
@@ -458,5 +474,5 @@ class ChunkQueue:
         return [self._chunks.popleft() for _ in range(len(self._chunks))]
 
     def pop_swaps(self) -> list[SwapReport]:
-        """Remove and return all reports."""
+        """Remove and return all reports of commits."""
         return [self._swaps.popleft() for _ in range(len(self._swaps))]

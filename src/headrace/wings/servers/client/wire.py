@@ -1,5 +1,5 @@
-"""The connections to one server, in an event loop on a thread of its own. The engine's step loop is synchronous, and a
-server handles many requests at once."""
+"""The wire: the connections to one server, in an event loop on a thread of its own. The engine's step loop is
+synchronous, and a server handles many requests at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ END_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Address:
-    """The address of a server."""
+    """The address of a server, and the secret with which it is reached."""
 
     url: str
     """The server's URL without a path."""
@@ -37,7 +37,7 @@ class Address:
     token: str = field(default="", repr=False)
     """Token that is sent as ``Authorization: Bearer TOKEN``; empty for none."""
     key_file: str = ""
-    """File with options from which a server that an engine starts reads the token; empty if it needs none, or runs
+    """Path of the file from which a server that the engine starts reads the token; empty if it needs none, or runs
     already."""
 
     @property
@@ -47,41 +47,46 @@ class Address:
 
     @property
     def port(self) -> int:
-        """Return the port of the URL."""
+        """Return the port of the URL, by default that of HTTP or HTTPS."""
         parts = urlsplit(self.url)
         return parts.port or (443 if parts.scheme == "https" else 80)
 
     def __str__(self) -> str:
+        """Return the path of the Unix socket, or else the URL, for messages."""
         return self.socket or self.url
 
 
 class Wire:
-    """The HTTP client of one server and its event loop, used in a ``with`` statement. If a task of the loop raises, the
-    loop ends and :attr:`failure` holds the error."""
+    """The HTTP client of one server and the event loop in which it runs, used in a ``with`` statement. If a task of the
+    loop raises, the loop ends and :attr:`failure` holds the error."""
 
     def __init__(self, address: Address) -> None:
+        """Make the connections to the server at ``address``, which are opened by the ``with`` statement."""
         self.address = address
         self.failure: BaseException | None = None
         self._ready = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"wire to {address}", daemon=True)
 
     def __enter__(self) -> Self:
+        """Start the thread, and wait until its event loop runs or has failed."""
         self._thread.start()
         self._ready.wait()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the event loop with all its tasks and connections, and wait for the thread."""
         self.post(self._main.cancel)
         self._thread.join()
 
     @property
     def client(self) -> httpx.AsyncClient:
-        """Return the HTTP client, which must be used within the loop."""
+        """Return the HTTP client, which must be used within the event loop."""
         return self._client
 
     def call(self, work: Coroutine[Any, Any, A], within_s: float) -> A:
-        """Run ``work`` in the loop and return its result, or raise its error. Raises
-        :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``within_s``, or if the loop has ended."""
+        """Run ``work`` in the event loop from another thread, and return its result or raise its error. Raises
+        :class:`~headrace.base.errors.ComponentDied` if it takes longer than ``within_s`` seconds, or if the loop has
+        ended."""
         try:
             future = asyncio.run_coroutine_threadsafe(work, self._loop)
         except RuntimeError:
@@ -98,16 +103,17 @@ class Wire:
             ) from None
 
     def post(self, function: Callable[..., object], *args: object) -> None:
-        """Call ``function`` in the loop, without waiting for it; nothing happens if the loop has ended."""
+        """Call ``function`` in the event loop, without waiting for it; nothing happens if the loop has ended."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Start a task of the loop; must be called within the loop."""
+        """Start a task in the event loop, which ends with the loop, and whose error ends it. This must be called within
+        the loop."""
         return self._group.create_task(work)
 
     def over(self) -> ComponentDied:
-        """Return the error that says why the loop has ended."""
+        """Return an error that says why the event loop has ended, for those that still want to use it."""
         self._thread.join(END_S)  # the failure is set when the last task has ended
         failure = self.failure
         while isinstance(failure, BaseExceptionGroup):
@@ -129,7 +135,7 @@ class Wire:
             self._ready.set()
 
     async def _open(self) -> None:
-        """Keep the HTTP client open until the task is cancelled."""
+        """Open the HTTP client, and keep it open until this task, the main one of the loop, is cancelled."""
         import httpx
 
         task = asyncio.current_task()

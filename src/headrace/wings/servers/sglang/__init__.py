@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 
 def _parts() -> ServerParts:
-    """Return the parts of an engine that is an SGLang server."""
+    """Return the parts of an engine that is an SGLang server: its API, its address and its start command. They are
+    imported only when such an engine is opened."""
     from headrace.wings.servers.client.server import ServerParts
     from headrace.wings.servers.sglang.command import command, own_address
     from headrace.wings.servers.sglang.dialect import SglangDialect

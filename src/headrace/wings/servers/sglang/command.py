@@ -17,8 +17,8 @@ from headrace.wings.servers.client.wire import Address
 
 
 def own_address(directory: Path) -> Address:
-    """Return a free port of this machine, and a new key. The server reads the key from a file, since its arguments can
-    be read by every user of the machine."""
+    """Return the address for a server that an engine starts: a free port of this machine, and a new key. The server
+    reads the key from a file in ``directory``, since its arguments can be read by every user of the machine."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -29,7 +29,8 @@ def own_address(directory: Path) -> Address:
 
 
 def command(config: EngineConfig, required: ServeRequirements, address: Address) -> Command:
-    """Return the command that starts a server at ``address``."""
+    """Return the command that starts an SGLang server at ``address``, with the settings ``config`` of the engine, for
+    the model and the records in ``required``."""
     settings = {
         "--model-path": required.path,
         "--host": address.host,

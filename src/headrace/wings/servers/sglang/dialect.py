@@ -2,7 +2,8 @@
 
 Answers come from ``/generate`` (ids in, ids out). Its events have no spans of versions, and an event may be late. So
 every stream is ended at a commit (``/pause_generation`` with ``abort``) and a new stream continues the answer: each
-stream has one version. Logprobs are those after penalties and temperature, and before truncation.
+stream has one version. Logprobs are those after penalties and temperature, and before truncation. A label names the
+weights in use. ``client`` is always the HTTP client of the server.
 """
 
 from __future__ import annotations
@@ -26,14 +27,19 @@ if TYPE_CHECKING:
     import httpx
 
 UNBOUNDED = 2**31 - 1
-"""The context of a server that was started without a limit: its model's context applies."""
+"""The context that is assumed of a server that was started without a limit: that of its model applies."""
 
 
 class _Finish(msgspec.Struct):
+    """The reason why a stream ended."""
+
     type: str
 
 
 class _Meta(msgspec.Struct):
+    """The facts of an event: the number of tokens so far, their logprobs (each with the token id), and at the end the
+    reason and the chosen experts. ``weight_version`` is the label of the weights in use."""
+
     completion_tokens: int
     output_token_logprobs: list[tuple[float | None, TokenId, Any]] = []
     finish_reason: _Finish | None = None
@@ -42,14 +48,15 @@ class _Meta(msgspec.Struct):
 
 
 class _SglangEvent(msgspec.Struct):
-    """An event of a stream, with the fields that are read."""
+    """One event of a stream as SGLang sends it, of which only the fields that are read are declared."""
 
     meta_info: _Meta | None = None
     error: Any = None
 
 
 class SglangDialect:
-    """The API of SGLang; see :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+    """The API of SGLang, in the form in which an engine uses any server; see
+    :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
 
     name = "SGLang"
     kind = package = "sglang"
@@ -57,15 +64,15 @@ class SglangDialect:
     stream_path = "/generate"
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``. Its logprobs ignore truncation, and a continued stream
-        would count penalties from zero."""
+        """Return why the server cannot sample with ``sampling``; empty if it can. Its logprobs ignore truncation, and a
+        stream that continues an answer would count penalties from zero."""
         if sampling.truncated:
             return f"{self.name} tells logprobs from before top_k, top_p and min_p"
         penalised = sampling.presence_penalty or sampling.frequency_penalty
         return f"{self.name} ends streams at a commit, and would count penalties again" * bool(penalised)
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
-        """Return the body of a streamed request in SGLang's format."""
+        """Return the JSON body of a request for a stream, in SGLang's format."""
         sampling = request.sampling
         wanted = {
             "max_new_tokens": request.max_new_tokens,
@@ -86,8 +93,8 @@ class SglangDialect:
         }
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
-        """Decode one event of a stream, after ``num_seen`` tokens were read; ``None`` if it brings nothing new. Raises
-        ``ValueError`` for an error of the server."""
+        """Decode the JSON text of one event of a stream, of which ``num_seen`` tokens have been read; ``None`` if it
+        brings nothing new. Raises ``ValueError`` for an error of the server."""
         read = msgspec.json.decode(event, type=_SglangEvent)
         if read.error is not None or read.meta_info is None:
             raise ValueError(str(read.error)[:300])
@@ -107,16 +114,18 @@ class SglangDialect:
         )
 
     async def identify(self, client: httpx.AsyncClient) -> ServerInfo:
+        """Return SGLang's version, model and context, as it reports them."""
         info = (await client.get("/server_info")).json()
         model = (await client.get("/model_info")).json()["tokenizer_path"]  # model_path changes with each update
         return ServerInfo(version=info["version"], model=model, max_context=info["context_length"] or UNBOUNDED)
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        """Stop generating: end all streams with the tokens that they have, or keep them, as ``mode`` says."""
         await post(client, "/pause_generation", {"mode": "abort" if mode.abort else "in_place"})
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Let SGLang load the model's files at ``path`` as version ``label``. Raises
-        :class:`~headrace.base.errors.ComponentDied` if it does not."""
+        """Let SGLang load the files in the directory ``path`` as the weights with the name ``label``; it serves no
+        ``adapters``. Raises :class:`~headrace.base.errors.ComponentDied` if it does not."""
         order = {"model_path": str(path), "load_format": "auto", "weight_version": label, "flush_cache": True}
         answer = await post(client, "/update_weights_from_disk", order)
         if not answer["success"]:
@@ -125,20 +134,24 @@ class SglangDialect:
             )  # fmt: skip
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        """Give the weights in use the name ``label``; running requests continue."""
         await post(client, "/update_weight_version", {"new_version": label, "abort_all_requests": False})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
+        """Continue generating after a pause."""
         await post(client, "/continue_generation", {})
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
+        """Release the memory of weights and cache, while the server is paused."""
         await post(client, "/release_memory_occupation", {})
 
     async def wake(self, client: httpx.AsyncClient) -> None:
+        """Allocate the memory of weights and cache again."""
         await post(client, "/resume_memory_occupation", {})
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprob of each of ``ids`` after those before it, and the ``top_k`` likeliest tokens at each
-        place. The first has nothing before it, and gets 0."""
+        """Return the logprob of each of ``ids`` given those before it, at temperature 1, and the ``top_k`` likeliest
+        tokens in each place. The first token has nothing before it, and gets 0."""
         wanted = {"max_new_tokens": 1, "temperature": 0.0}
         order = {"return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top_k}
         answer = await post(client, "/generate", {"input_ids": list(ids), "sampling_params": wanted, **order})

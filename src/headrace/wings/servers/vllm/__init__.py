@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 
 def _parts() -> ServerParts:
-    """Return the parts of an engine that is a vLLM server."""
+    """Return the parts of an engine that is a vLLM server: its API, its address, its start command and the way to call
+    its workers. They are imported only when such an engine is opened."""
     from headrace.wings.servers.client.server import ServerParts
     from headrace.wings.servers.vllm.command import command, own_address
     from headrace.wings.servers.vllm.dialect import VllmDialect, call_workers

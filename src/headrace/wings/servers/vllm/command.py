@@ -17,21 +17,25 @@ from headrace.wings.servers.client.wire import Address
 INSIDE = Path(__file__).parent / "inside"
 """Folder with the modules that run inside vLLM; it is put on the path of vLLM's Python."""
 CPU_CACHE_MB = 1024
+"""Size of the key-value cache on processors in MiB, unless ``engine.server.cache_mb`` is set."""
 NO_RECORDS = (
     ". On processors vLLM tells neither kept-sets nor experts without Triton's backend for them: set "
     "learner.keep_sampling_mask = false and learner.keep_routing = false, or take engine.kind = 'native'"
 )
+"""Advice for a server on processors that ends before it serves, if it was to report kept-sets or experts."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values that vLLM accepts for ``--max-lora-rank``."""
 
 
 def own_address(directory: Path) -> Address:
-    """Return a Unix socket that only this user can open: vLLM's routes for weights need no key."""
+    """Return the address for a server that an engine starts: a Unix socket in ``directory`` that only this user can
+    open, since vLLM's routes for weights need no key."""
     return Address(url="http://vllm", socket=str(directory / "api.sock"))
 
 
 def command(config: EngineConfig, required: ServeRequirements, address: Address) -> Command:
-    """Return the command that starts a server at ``address``."""
+    """Return the command that starts a vLLM server at ``address``, with the settings ``config`` of the engine, for the
+    model, the adapters and the records in ``required``."""
     on_cpu = config.device == CPU
     where = ["--uds", address.socket] if address.socket else ["--host", address.host, "--port", str(address.port)]
     cache = settings_of(config).cache_mb or (CPU_CACHE_MB if on_cpu else None)

@@ -38,14 +38,21 @@ UNBOUNDED = 2**31 - 1
 
 
 class _Logprob(msgspec.Struct):
+    """The logprob of one sampled token."""
+
     logprob: float
 
 
 class _Logprobs(msgspec.Struct):
+    """The logprobs of the new tokens of an event, in order."""
+
     content: list[_Logprob] | None = None
 
 
 class _Choice(msgspec.Struct):
+    """The new tokens of an event with their logprobs, kept-sets (``sampling_mask``) and, at the end, the reason, the
+    experts of all tokens and the spans of the weight versions."""
+
     sampling_mask: list[list[TokenId]] | None = None
     routed_experts: str | None = None
     token_ids: list[TokenId] | None = None
@@ -55,14 +62,16 @@ class _Choice(msgspec.Struct):
 
 
 class _VllmEvent(msgspec.Struct):
-    """An event of a stream, with the fields that are read."""
+    """One event of a stream as vLLM sends it, of which only the fields that are read are declared."""
 
     choices: list[_Choice] = []
     error: Any = None
 
 
 class VllmDialect:
-    """The API of vLLM; see :class:`~headrace.wings.servers.client.dialect.ServerDialect`."""
+    """The API of vLLM, in the form in which an engine uses any server; see
+    :class:`~headrace.wings.servers.client.dialect.ServerDialect`. ``client`` is always the HTTP client of the
+    server."""
 
     name = "vLLM"
     kind = package = "vllm"
@@ -70,15 +79,16 @@ class VllmDialect:
     stream_path = "/inference/v1/generate"
 
     def refusal(self, sampling: Sampling, *, continues: bool) -> str:
-        """Return why the server cannot sample with ``sampling``. Penalties count the tokens of an answer, and vLLM
-        takes the tokens of a continued answer for its prompt."""
+        """Return why the server cannot sample with ``sampling``; empty if it can. ``continues`` says that the answer
+        has begun elsewhere. Penalties count the tokens of an answer, and vLLM takes the tokens of a continued answer
+        for its prompt."""
         penalised = sampling.presence_penalty or sampling.frequency_penalty
         return f"{self.name} cannot continue an answer under presence or frequency penalties" * bool(
             penalised and continues
         )
 
     def body(self, request: StreamRequest) -> dict[str, Any]:
-        """Return the body of a streamed request in vLLM's format."""
+        """Return the JSON body of a request for a stream, in vLLM's format."""
         sampling = request.sampling
         wanted = {
             "max_tokens": request.max_new_tokens,
@@ -105,8 +115,9 @@ class VllmDialect:
         }
 
     def part(self, event: str, num_seen: int) -> StreamPart | None:
-        """Decode one event of a stream, after ``num_seen`` tokens were read; ``None`` if it has no tokens. Raises
-        ``ValueError`` for an error of the server, and for an answer without versions."""
+        """Decode the JSON text of one event of a stream, of which ``num_seen`` tokens have been read; ``None`` if it
+        has no tokens. Raises ``ValueError`` for an error of the server, and for an answer that ends without
+        versions."""
         event_data = msgspec.json.decode(event, type=_VllmEvent)
         if event_data.error is not None:
             raise ValueError(str(event_data.error)[:300])
@@ -143,18 +154,22 @@ class VllmDialect:
         )
 
     async def pause(self, client: httpx.AsyncClient, mode: PauseMode) -> None:
+        """Stop generating: end all answers with the tokens that they have, or keep them with or without their cache, as
+        ``mode`` says."""
         running, clear = ("abort", True) if mode.abort else ("keep", mode.recompute)
         await post(client, f"/pause?mode={running}&clear_cache={str(clear).lower()}")
 
     async def load(self, client: httpx.AsyncClient, path: Path, label: str, adapters: Sequence[str]) -> None:
-        """Let vLLM load the weights at ``path`` as version ``label``: the model itself, or each of ``adapters`` from
-        its folder."""
+        """Load the weights in the directory ``path`` into vLLM under the name ``label``: those of the whole model or,
+        if ``adapters`` are named, each of these adapters from the folder of its name."""
         if not adapters:
             await post(client, "/start_weight_update")
             await post(client, "/update_weights", {"update_info": {"path": str(path / FILE)}})
             await post(client, "/finish_weight_update", {"weight_version": label})
             return
         served = {model["id"] for model in (await client.get("/v1/models")).json()["data"]}
+        # vLLM's route loads an adapter once, under a number of vLLM's choice. The workers remember that number, and
+        # replace the adapter in place from then on: a second load through the route would be repeated in every step.
         for name in adapters:
             if name in served:
                 await call_workers(client, "replace_adapter", name, str(path / name))
@@ -164,20 +179,25 @@ class VllmDialect:
         await self.name_weights(client, label)
 
     async def name_weights(self, client: httpx.AsyncClient, label: str) -> None:
+        """Give the weights in use the name ``label``."""
         await post(client, "/update_weight_version", {"new_version": label})
 
     async def resume(self, client: httpx.AsyncClient) -> None:
+        """Continue generating after a pause."""
         await post(client, "/resume")
 
     async def sleep(self, client: httpx.AsyncClient) -> None:
+        """Release the accelerator memory of weights and cache; the weights are kept in the memory of the machine."""
         await post(client, "/sleep?level=1&mode=abort")
 
     async def wake(self, client: httpx.AsyncClient) -> None:
+        """Allocate the memory of weights and cache again."""
         await post(client, "/wake_up")
 
     async def scores(self, client: httpx.AsyncClient, ids: Sequence[int], top_k: int, adapter: str) -> TopScores:
-        """Return the logprob of each of ``ids`` after those before it, and the ``top_k`` likeliest tokens at each
-        place. The first has nothing before it, and gets 0."""
+        """Return the logprob of each of ``ids`` given those before it, at temperature 1, and the ``top_k`` likeliest
+        tokens in each place. ``adapter`` is the adapter that computes; empty for the model itself. The first token has
+        nothing before it, and gets 0."""
         wanted = {"max_tokens": 1, "prompt_logprobs": top_k, "top_k": 1, "detokenize": False}
         order = {"token_ids": list(ids), "sampling_params": wanted, **_model_field(adapter)}
         answer = await post(client, self.stream_path, order)
@@ -193,8 +213,8 @@ class VllmDialect:
 
 
 def _drawn(sampling: Sampling, *, record_kept: bool) -> dict[str, float]:
-    """Return temperature and top-k. With ``record_kept`` vLLM needs a bound on the kept-sets and refuses temperature 0,
-    so top-k 1 replaces it."""
+    """Return temperature and top-k in vLLM's format. With ``record_kept`` vLLM needs a bound on the kept-sets and
+    refuses temperature 0, so top-k 1 replaces it."""
     if not record_kept:
         return {"temperature": sampling.temperature, "top_k": sampling.top_k}
     if sampling.temperature == 0:
@@ -203,10 +223,12 @@ def _drawn(sampling: Sampling, *, record_kept: bool) -> dict[str, float]:
 
 
 def _model_field(adapter: str) -> dict[str, str]:
+    """Return the field of a request that chooses an adapter; none for the model itself."""
     return {"model": adapter} if adapter else {}
 
 
 async def call_workers(client: httpx.AsyncClient, method: str, *arguments: str) -> list[Any]:
-    """Call a method of ``headrace_in_vllm.Extension`` in every worker, and return their results."""
+    """Call the method of that name of ``headrace_in_vllm.Extension`` in every worker of the server, and return the
+    result of each."""
     results: list[Any] = (await post(client, "/collective_rpc", {"method": method, "args": arguments}))["results"]
     return results

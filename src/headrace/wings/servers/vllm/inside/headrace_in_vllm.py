@@ -1,4 +1,4 @@
-"""The extension that runs inside vLLM's workers and loads new weights.
+"""The extension that runs inside vLLM's workers and loads new weights. A worker is a process of vLLM with one device.
 
 It is chosen with ``--worker-extension-cls headrace_in_vllm.Extension`` and ``--weight-transfer-config '{"backend":
 "headrace"}'``, and imports nothing of Headrace, which need not be installed there. vLLM's own layerwise reloading
@@ -35,19 +35,20 @@ EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "em
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]
-    """The settings of the transfer, which are empty."""
+    """The settings of the transfer that vLLM passes at its start; there are none."""
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
-    """The location of a version."""
+    """The order to load a version, which vLLM passes for each ``/update_weights``."""
 
     path: str
     """Path of a safetensors file that this worker can read."""
 
 
 class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
-    """A weight-transfer engine that loads each version from one file."""
+    """A weight-transfer engine of vLLM that loads each version from one file. vLLM calls its methods in every worker,
+    in the order start, receive, finish."""
 
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
@@ -56,7 +57,8 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         """Do nothing: there is no connection to open."""
 
     def start_weight_update(self) -> None:
-        """Make the layers accept tensors in the format of checkpoints again."""
+        """Prepare the model's layers for new weights: let them accept tensors in the format of checkpoints again, which
+        their kernels have packed."""
         if current_platform.is_cpu():
             for layer in self.model.modules():
                 if hasattr(layer, "quant_method") and hasattr(layer.quant_method, "moe_kernel"):
@@ -64,7 +66,8 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load all tensors of the file. Raises ``ValueError`` with the names of parameters that are missing in it."""
+        """Load all tensors of the file that ``update_info`` names into the model. Raises ``ValueError`` with the names
+        of parameters that are missing in it."""
         expected = dict(self.model.named_parameters())
         with safe_open(update_info.path, framework="pt") as file:
             names = list(file.keys())
@@ -79,7 +82,7 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
             raise ValueError(f"{update_info.path} holds nothing for {', '.join(missing[:5])} ({len(missing)} in all)")
 
     def finish_weight_update(self) -> None:
-        """Pack the loaded weights for the kernels."""
+        """Pack the loaded weights for the kernels, after which the model may compute again."""
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
@@ -87,18 +90,19 @@ class SharedFile(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[mi
 
 
 class Extension:
-    """The methods that are added to each worker. Importing this module registers :class:`SharedFile`.
+    """The methods that are added to each worker of vLLM; an engine calls them over HTTP (``/collective_rpc``).
+    Importing this module registers :class:`SharedFile`.
 
     An adapter that is loaded in place through vLLM's own route is read from its files again in every step, as its
     requests continue asking for that. So the route loads it once, and from then on the workers exchange it.
     """
 
     def register_adapter(self, name: str) -> None:
-        """Name the adapter that was loaded last ``name``."""
+        """Remember under ``name`` the number that vLLM gave to the adapter that was loaded last."""
         self._numbers()[name] = max(self._worker().list_loras())
 
     def replace_adapter(self, name: str, path: str) -> None:
-        """Replace the adapter ``name`` by the one in the directory ``path``."""
+        """Load the adapter in the directory ``path`` in place of the adapter ``name``."""
         number = self._numbers()[name]
         self._worker().add_lora(LoRARequest(lora_name=name, lora_int_id=number, lora_path=path, load_inplace=True))
 
@@ -108,12 +112,13 @@ class Extension:
         return self._version_receiver().other_source(run) if self._is_receiver() else None
 
     def start_receiving(self, order: str) -> None:
-        """Start to receive a version (:meth:`headrace_receiver.VersionReceiver.start_receiving`)."""
+        """Start to receive a version, in the worker of this machine that receives; ``order`` is a JSON object
+        (:meth:`headrace_receiver.VersionReceiver.start_receiving`)."""
         if self._is_receiver():
             self._version_receiver().start_receiving(order)
 
     def receive_status(self) -> dict[str, Any] | None:
-        """Return the state of the latest order; ``None`` in workers that do not receive."""
+        """Return the state of the latest order to receive a version; ``None`` in workers that do not receive."""
         status: dict[str, Any] | None = self._version_receiver().receive_status() if self._is_receiver() else None
         return status
 
@@ -122,13 +127,16 @@ class Extension:
         self._version_receiver().stop_receiving()
 
     def _is_receiver(self) -> bool:
+        """Return whether this worker receives versions: it is the first of its machine."""
         first: bool = self._worker().local_rank == 0
         return first
 
     def _version_receiver(self) -> Any:
+        """Return the receiver of this worker, which is made at the first call."""
         return self.__dict__.setdefault("version_receiver_of_headrace", VersionReceiver(self._worker().device))
 
     def _numbers(self) -> dict[str, int]:
+        """Return vLLM's number of each registered adapter, by name."""
         numbers: dict[str, int] = self.__dict__.setdefault("adapters_of_headrace", {})
         return numbers
 

@@ -1,5 +1,6 @@
 """The receiver of versions on a machine of a server that shares no folder with the engine's process. It runs in one
-worker of each machine, in a thread beside the decoding.
+worker of each machine, in a thread beside the decoding. An order is a request of the sender to receive one version; its
+``attempt`` is a name that no other order has.
 
 It imports nothing of Headrace, which need not be installed there. The sender is
 ``headrace/wings/servers/client/carrier.py``.
@@ -26,9 +27,10 @@ import torch
 import torch.distributed as dist
 
 LOCK = "lock"
-"""File that is locked while its directory is in use. A directory whose file is not locked may be removed."""
+"""The name of the file that a process locks while it uses the directory. A directory whose file is not locked may be
+removed."""
 LOOK_S = 2.0
-"""Longest time in seconds to reach a run that is alive."""
+"""Longest wait for a connection to another run that may be alive, in seconds."""
 _DIRECTORY_NAME = re.compile(r"headrace-\d+-")
 _SHARED_MEMORY = Path("/dev/shm")
 _distributed: Any = dist  # much of it is not in torch's stubs
@@ -70,7 +72,7 @@ class VersionReceiver:
         return self._status
 
     def stop_receiving(self) -> None:
-        """Leave the process group and delete the received files."""
+        """Leave the process group and delete the received files, at the end of the run."""
         with self._changing:
             self._status, self._group = {}, None
             self._directory.close()
@@ -90,7 +92,8 @@ class VersionReceiver:
                 self._directory.drop(order["directory"], order["version"])
 
     def _receive_files(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Receive the files of one version from the process group; return their directory and their hashes."""
+        """Receive the files of one version from the process group; return the path of their directory and their SHA-256
+        hashes."""
         attempt, hashes = order["attempt"], []
         group = self._join_group(order, attempt)
         with self._while_latest(attempt):
@@ -103,7 +106,7 @@ class VersionReceiver:
         return {"path": str(directory), "hashes": hashes}
 
     def _join_group(self, order: dict[str, Any], attempt: str) -> _Group:
-        """Return the process group of the order, which is joined if it is another than before."""
+        """Return the process group that the order names, and join it if this worker is not in it yet."""
         group, settings = self._group, order["group"]
         if group is None or group.name != settings["name"]:
             with self._while_latest(attempt):
@@ -115,8 +118,8 @@ class VersionReceiver:
 
     @contextlib.contextmanager
     def _while_latest(self, attempt: str) -> Iterator[None]:
-        """Hold the lock while the body runs. Raises :class:`_Overtaken` if the order ``attempt`` is no longer the
-        latest."""
+        """Hold the lock while the body runs, in which the state may be changed. Raises :class:`_Overtaken` if the order
+        ``attempt`` is no longer the latest."""
         with self._changing:
             if self._status.get("attempt") != attempt:
                 raise _Overtaken("another order came, or the end")
@@ -124,13 +127,16 @@ class VersionReceiver:
 
 
 class _Overtaken(Exception):
-    """The order is no longer the latest one."""
+    """The error of an order that is no longer the latest one."""
 
 
 class _Group:
-    """The process group of the engine's process, rank 0, and one worker of each machine."""
+    """A process group of torch.distributed: the engine's process, which is rank 0 and sends, and one worker of each
+    machine. ``run`` is the name of the run that sends."""
 
     def __init__(self, settings: dict[str, Any], run: str, device: torch.device) -> None:
+        """Join the process group to which the run ``run`` invites by ``settings``: its store's address, its size, its
+        backend and its deadline. ``device`` is the worker's, on which NCCL receives; Gloo receives on the CPU."""
         self.name, self.run = settings["name"], run
         self.store_address = host, port = settings["host"], settings["port"]
         nccl = settings["backend"] == "nccl"
@@ -153,7 +159,8 @@ class _Group:
         self._group = make(store, *rank_and_size, options)
 
     def receive(self, file: BinaryIO, num_bytes: int, bucket_bytes: int) -> str:
-        """Receive ``num_bytes`` bytes in buckets, write them to ``file``, and return their SHA-256."""
+        """Receive ``num_bytes`` bytes in broadcasts of at most ``bucket_bytes``, write them to ``file``, and return
+        their SHA-256."""
         buffer = torch.empty(min(num_bytes, bucket_bytes), dtype=torch.uint8, device=self._device)
         digest = hashlib.sha256()
         order = dist.BroadcastOptions()
@@ -169,16 +176,17 @@ class _Group:
 
 
 class _SharedDirectory:
-    """A directory in the shared memory of this machine, which only this user can open. Directories of killed processes
-    are removed."""
+    """A directory in the shared memory of this machine for the received versions, which only this user can open.
+    Directories that killed processes left are removed."""
 
     def __init__(self) -> None:
+        """Make the object; the directory is made for the first version."""
         self._root: Path | None = None
         self._lock = -1
 
     def version(self, name: str, number: int) -> Path:
-        """Return an empty folder for version ``number`` in the directory ``name``. Of the earlier versions the newest
-        is kept, since it may be about to be loaded."""
+        """Return an empty folder for the version ``number`` in the directory ``name``. Of the earlier versions only the
+        newest is kept, since the server may be about to load it."""
         if self._root is None or self._root.name != name:
             self.close()
             self._root = self._make(name)
@@ -190,7 +198,7 @@ class _SharedDirectory:
         return path
 
     def drop(self, name: str, number: int) -> None:
-        """Delete version ``number``, which is incomplete."""
+        """Delete the version ``number``, which is incomplete, from the directory ``name``."""
         if self._root is not None and self._root.name == name:
             shutil.rmtree(self._root / f"v{number}", ignore_errors=True)
 
@@ -215,6 +223,7 @@ class _SharedDirectory:
 
 
 def _opened(path: Path) -> BinaryIO:
+    """Open a new file for writing, in a folder that is made if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("wb")
 

@@ -1,5 +1,5 @@
-"""``python -m headrace.rollout.scoring.look FILE.py:NAME ...``: print the signatures of reward functions as JSON, or
-the problem with them. It is a separate process, because it runs the files."""
+"""``python -m headrace.rollout.scoring.print_signatures FILE.py:NAME ...``: print the signatures of reward functions as
+JSON, or the problem with them. It is a separate process, because it runs the files."""
 
 from __future__ import annotations
 

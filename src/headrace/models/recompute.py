@@ -16,16 +16,18 @@ from typing import Any
 
 
 class ContextValues(AbstractContextManager[None]):
-    """A context in which context variables have these ``values``; it may be entered several times."""
+    """A context manager inside which context variables have these ``values``; it may be entered several times."""
 
     def __init__(self, values: Mapping[ContextVar[Any], Any]) -> None:
         self._values = values
         self._entered: list[list[tuple[ContextVar[Any], Token[Any]]]] = []
 
     def __enter__(self) -> None:
+        """Set the variables to the values."""
         self._entered.append([(variable, variable.set(value)) for variable, value in self._values.items()])
 
     def __exit__(self, *_: object) -> None:
+        """Restore the values that the variables had before."""
         for variable, token in self._entered.pop():
             variable.reset(token)
 
@@ -33,6 +35,7 @@ class ContextValues(AbstractContextManager[None]):
 def carrying(
     *variables: ContextVar[Any],
 ) -> Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]:
-    """Return a ``context_fn`` for ``torch.utils.checkpoint``, with which a repeated computation finds the values that
-    ``variables`` had the first time."""
+    """Return a ``context_fn`` for ``torch.utils.checkpoint``, with which a layer that is computed again in the backward
+    pass finds the values that ``variables`` had the first time. Torch calls it in each forward pass: it returns a
+    context for that pass, which does nothing, and one for the repetition."""
     return lambda: (nullcontext(), ContextValues({variable: variable.get() for variable in variables}))

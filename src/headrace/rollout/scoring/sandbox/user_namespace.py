@@ -1,4 +1,6 @@
-"""Run a command in a user namespace of its own: ``python -I -S -B apart.py COMMAND ...``. Standard library only.
+"""Run a command in a user namespace of its own: ``python -I -S -B user_namespace.py COMMAND ...``.
+
+It needs the standard library only.
 
 The command is the same user with the same rights to files, and keeps its process, its group and its environment. But it
 has no access to processes of other user namespaces, even those of the same user: it cannot read their environment or
@@ -53,13 +55,15 @@ def enter() -> None:
 
 
 def _same_numbers(name: str) -> str:
-    """Return a map of every number that this process can see to itself."""
+    """Return the content of the kernel's map ``name`` of user or group numbers, in which every number that this process
+    can see stands for itself."""
     with open(f"/proc/self/{name}", encoding="ascii") as file:
         rows = [line.split() for line in file]
     return "".join(f"{first} {first} {count}\n" for first, _, count in rows)
 
 
 def _write(process: str, texts: dict[str, str]) -> None:
+    """Write each text into the file of its name in ``/proc`` of the process."""
     for name, text in texts.items():
         with open(f"/proc/{process}/{name}", "w", encoding="ascii") as file:
             file.write(text)

@@ -1,0 +1,61 @@
+"""A device that only claims to be one. In a process that is started with :func:`claimed`, torch takes it for the GPU
+``cuda:0``; its numbers are in host memory, and torch's CPU kernels compute them.
+
+It proves without a GPU that a program never mixes devices, that it computes there what it computes on a CPU, and what a
+GPU would have to do for it: uploads, downloads, waits and launches are counted (:mod:`.device`).
+
+    claimed() ──▶ environment of a process ──▶ path/sitecustomize.py waits for torch ──▶ device.cpp, before torch asks
+                                                                                     ──▶ device.claim(), after it
+
+It needs a build of torch without CUDA, and a C++ compiler. Kernels that are written for GPUs cannot run on it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+from pathlib import Path
+
+from headrace.base.errors import EnvError
+
+PATH = Path(__file__).parent / "path"
+"""The folder that is added to the Python path of a process; it has a ``sitecustomize`` module."""
+LIBRARY = "HEADRACE_CLAIMED_DEVICE"
+"""The environment variable with the path of the compiled device."""
+_SOURCE = Path(__file__).parent / "device.cpp"
+
+
+def claimed(directory: Path) -> dict[str, str]:
+    """Compile the device into a library in ``directory``, unless it is there. Return the environment variables with
+    which a Python process, and every process that it starts, has the device.
+
+    Raises :class:`~headrace.base.errors.EnvError` where it cannot be compiled.
+    """
+    library = directory / "device.so"
+    if not library.exists():
+        _compile(library)
+    return {LIBRARY: str(library), "PYTHONPATH": str(PATH)}
+
+
+def _compile(library: Path) -> None:
+    """Compile ``device.cpp`` against the torch that is installed, into the shared library ``library``. Raises
+    :class:`~headrace.base.errors.EnvError` without a compiler, and where it fails."""
+    from headrace.models.kernels.build import INSTALL, NO_COMPILER, find_compiler
+
+    compiler = find_compiler()
+    if compiler is None:
+        raise EnvError(NO_COMPILER, remedy=INSTALL)
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    torch = Path(spec.origin).parent
+    command = [
+        compiler, "-std=c++20", "-O0", "-fPIC", "-shared", f"-I{torch}/include", str(_SOURCE), "-o", str(library),
+        f"-L{torch}/lib", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch}/lib",
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EnvError(
+            f"the claimed device cannot be compiled: {done.stderr.strip()[-500:]}",
+            remedy="mend that; this torch may have other headers",
+        )
