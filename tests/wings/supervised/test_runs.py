@@ -169,7 +169,6 @@ def test_settings_without_effect_are_refused(model, tmp_path):
         (sft, {"run": {"steps": 2, "epochs": 2}}, "are both set"),
         (sft, {"data": {"path": "a.jsonl", "sources": [{"path": "b.jsonl"}]}}, "are both set"),
         (sft, {"loss": "dpo"}, "loss is not a setting"),
-        (sft, {"learner": {"parallel": {"data": 2}}}, "2 processes, which this verb does not start"),
     ):
         with pytest.raises(ConfigError, match=words):
             verb(settings(model, tmp_path / "run", **sections), data=conversations(4))

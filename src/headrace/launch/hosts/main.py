@@ -33,7 +33,7 @@ def main(directory: Path, part: str, lifeline: int) -> int:
     controller, or 1 if it could not reach the controller."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller handles Ctrl-C
     read_token(lifeline)  # before the thread that takes any byte for the controller's end
-    _die_with_controller(lifeline)
+    die_with_starter(lifeline)
     with gc_disabled():
         briefing = read_briefing(directory / f"{part}.json")
         receives, run = _role(briefing.start)
@@ -87,9 +87,9 @@ def _failure(kind: str, problem: str, remedy: str) -> Failure:
     return Failure(call=None, kind=kind, problem=problem, remedy=remedy)
 
 
-def _die_with_controller(lifeline: int) -> None:
+def die_with_starter(lifeline: int) -> None:
     """Kill this process and all processes of its group when the other end of the pipe ``lifeline`` is closed, which the
-    controller holds: by the kernel where that is possible, and by a thread."""
+    process that started this one holds: by the kernel where that is possible, and by a thread."""
     kill_group_on_close(lifeline)
 
     def wait() -> None:

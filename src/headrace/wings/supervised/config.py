@@ -127,7 +127,8 @@ class TuningSection(Section):
     """Steps between measurements of the held-out loss and of rewards; 0: only before the first step and after the
     last."""
     threads: int | None = Field(default=None, ge=1)
-    """The number of threads that compute. Unset: one for each processor core that this process may use."""
+    """The number of threads that compute, of each rank if there are several. Unset: one for each processor core that
+    this process may use, divided among the ranks."""
 
     @model_validator(mode="after")
     def _one_length(self) -> Self:
@@ -169,15 +170,8 @@ class TuningConfig(Section):
         return {**tree, "learner": {**_LEARNER, **tree.get("learner", {})}}
 
     @model_validator(mode="after")
-    def _learner_is_one_process(self) -> Self:
-        """Refuse a learner of several processes, and settings that no loss on given rows reads, such as adapters of
-        agents."""
-        if self.learner.parallel.world > 1:
-            raise ConfigError(
-                f"learner.parallel spreads the learner over {self.learner.parallel.world} processes, which this verb "
-                "does not start",
-                remedy="leave learner.parallel out",
-            )
+    def _learner_reads_rows(self) -> Self:
+        """Refuse settings of the learner that no loss on given rows reads, such as adapters of agents."""
         if (self.learner.teachers and not self.has_teacher) or self.learner.old is not None:
             what = "learner.teachers" if self.learner.teachers and not self.has_teacher else "learner.old"
             raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")

@@ -11,12 +11,8 @@ is resumed.
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import threading
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,6 +26,7 @@ from headrace.run.session import load_config
 from headrace.run.session.directory import write_json
 from headrace.run.session.exporting import export
 from headrace.run.session.prepare import Inputs, prepare
+from headrace.wings.supervised.tied import TiedProcess, read_order
 
 MEASURED = "measured"
 """The directory, in that of the run, of the weights that are or will be measured, and of the logs of it."""
@@ -37,7 +34,6 @@ MOST_WAITING = 2
 """The most versions that lie on the disk and wait to be measured; training waits for a measurement when there are
 more."""
 RESULT, LOG = "result.json", "measuring.log"
-_PROGRAM = "from headrace.wings.supervised.measuring import main; main()"
 Tree = dict[str, Any]
 
 
@@ -110,7 +106,7 @@ class Measurements:
     def close(self) -> None:
         """Kill the measurement that runs, if one does; its weights stay on the disk for the next life of the run."""
         if self._running is not None:
-            self._running.kill()
+            self._running.end()
             self._running = None
 
     def _weights(self, version: int) -> Path:
@@ -135,7 +131,7 @@ class Measurements:
 
 
 class _Process:
-    """A process that measures one version. It has a process group of its own, and ends when this process does."""
+    """The process that measures one version."""
 
     def __init__(self, tree: Tree, place: Path, version: int) -> None:
         """Start the process. ``tree`` are the settings of the evaluation, model included; ``place`` is the directory of
@@ -144,34 +140,24 @@ class _Process:
         self._place = place
         place.mkdir(parents=True, exist_ok=True)
         (place / RESULT).unlink(missing_ok=True)
-        with (place / LOG).open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(place / RESULT)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(tree).encode() + b"\n")
-        self._process.stdin.flush()  # and stays open: its end tells the process that this one has ended
+        arguments = [str(place / RESULT)]
+        self._process = TiedProcess(__name__, json.dumps(tree).encode(), place / LOG, arguments=arguments)
 
     @property
     def has_ended(self) -> bool:
         """Return whether the process has ended, without waiting for it."""
-        return self._process.poll() is not None
+        return self._process.has_ended
 
     def result(self) -> VersionRewards:
         """Wait for the process to end, and return what it measured. Raises :class:`~headrace.base.errors.EnvError` if
         the process failed."""
         status = self._process.wait()
-        self._close()
+        self._process.end()
         if status != 0:
-            lines = (self._place / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
-            cause = " / ".join(lines[-3:]) or f"status {status}"
             raise EnvError(
-                f"the weights of version {self.version} could not be measured: {cause}",
-                remedy=f"look at {self._place / LOG}, mend [eval], and --resume",
+                f"the weights of version {self.version} could not be measured: "
+                + (self._process.last_lines() or f"status {status}"),
+                remedy=f"look at {self._process.log}, mend [eval], and --resume",
             )
         found = json.loads((self._place / RESULT).read_bytes())
         pass_at = {int(k): each["value"] for k, each in found["pass_at"].items()}
@@ -179,32 +165,17 @@ class _Process:
             version=self.version, mean_reward=found["mean_reward"], pass_at=pass_at, warnings=found["warnings"]
         )
 
-    def kill(self) -> None:
+    def end(self) -> None:
         """End the process and all that it has started."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._close()
-
-    def _close(self) -> None:
-        """Close the standard input of the process, if it is open."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
+        self._process.end()
 
 
 def main() -> None:
-    """Run the evaluation in the process that measures one version: read its settings as JSON from the first line of the
-    standard input, and write the result into the file that the first argument names. When the standard input ends,
-    because the training process has ended, this process and its children are killed."""
+    """Run the evaluation in the process that measures one version: read its settings as JSON, and write the result into
+    the file that the first argument names."""
     from headrace.run.session import evaluate
 
-    tree = json.loads(sys.stdin.buffer.readline())
-
-    def watch() -> None:
-        """Wait for the end of the standard input, and then kill this process and its children."""
-        os.read(sys.stdin.fileno(), 1)  # nothing else is written: this returns at the end
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=watch, daemon=True).start()
+    tree = json.loads(read_order())
     try:
         measured = evaluate(load_config(tree))
     except HeadraceError as error:

@@ -16,10 +16,12 @@ from headrace.algo.losses.supervised import Ce
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import PromptMean, SequenceMeanTokenMean, TokenMean
 from headrace.base.config import validate
+from headrace.base.environ import rank_place
 from headrace.base.errors import ConfigError, DataError
 from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine
 from headrace.learner.config import LearnerConfig
 from headrace.learner.disk import verify_model
+from headrace.learner.parallel.load import refuse_libraries
 from headrace.models import load_tokenizer
 from headrace.models.endings import stop_ids
 from headrace.models.hub import local_directory, pinned, with_models
@@ -81,15 +83,6 @@ class PreparedTuning:
     schedule: RowSchedule
 
     @property
-    def learner(self) -> LearnerConfig:
-        """Return the learner's settings. Where the rows themselves hold a teacher's scores, a teacher is added to the
-        settings that computes elsewhere, so that the learner reads recorded scores."""
-        learner = self.config.learner
-        if "top_k" in self.objective.columns and not learner.teachers:
-            return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
-        return learner
-
-    @property
     def samples_per_row(self) -> int:
         """Return the number of samples of a row: two for a pair of answers, otherwise one."""
         return 2 if "pairs" in self.objective.columns else 1
@@ -132,6 +125,7 @@ def prepare_tuning(
         config = validate(type(config), found)
     path = config.model.path
     config.learner.optimizer.refuse_missing()
+    _refuse_ranks(config)
     verify_model(Path(path))
     if not config.data.files and data is None:
         raise ConfigError("data.path is missing: there are no rows to train on", remedy="set data.path")
@@ -161,6 +155,23 @@ def prepare_tuning(
         eval_rows=_held_out(config, eval_data, render, limits),
         schedule=_schedule(config, rows),
     )
+
+
+def _refuse_ranks(config: TuningConfig) -> None:
+    """Refuse a learner on several ranks whose model cannot be divided among them, which the installed libraries cannot
+    compute, or whose process is one of several that a launcher such as torchrun started. Raises
+    :class:`~headrace.base.errors.ConfigError`."""
+    parallel, path = config.learner.parallel, config.model.path
+    parallel.refuse_settings(config.model)
+    if (world := rank_place().world) > 1:
+        raise ConfigError(
+            f"a launcher (torchrun, for example) has started {world} processes of headrace {config.verb}, which starts "
+            "its ranks itself",
+            remedy=f"call headrace {config.verb} once, and set learner.parallel.data = {world}",
+        )
+    if parallel.world > 1:
+        refuse_libraries()
+        parallel.refuse_model(path, read_config(path))
 
 
 def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
@@ -242,6 +253,15 @@ def objective_of(config: TuningConfig) -> Objective:
     return Objective(Ce(), (), TokenMean())
 
 
+def learner_settings(config: TuningConfig, objective: Objective) -> LearnerConfig:
+    """Return the learner's settings for ``objective``. Where the rows themselves hold a teacher's scores, a teacher is
+    added to the settings that computes elsewhere, so that the learner reads recorded scores."""
+    learner = config.learner
+    if "top_k" in objective.columns and not learner.teachers:
+        return learner.model_copy(update={"teachers": (FrozenTeacher(engine=OwnEngine()),)})
+    return learner
+
+
 def _limits(config: TuningConfig, path: str) -> RowLimits:
     """Return the limits of length and vocabulary that every row must keep, from the settings, the learner and the model
     in ``path``. Raises :class:`~headrace.base.errors.ConfigError` if ``data.max_length`` is more than learner and model
@@ -295,6 +315,8 @@ def explain_tuning(prepared: PreparedTuning) -> str:
         + (f"; the last step has {len(schedule.places(schedule.num_steps - 1))}." if _rest(schedule) else "."),
         f"Loss: {loss_name(prepared)}, learning rate {learner.lr:g} ({learner.schedule}).",
     ]
+    if (world := learner.parallel.world) > 1:
+        lines.append(f"The learner is spread over {world} ranks, processes of this machine.")
     if learner.reference is not None and prepared.samples_per_row == 2:
         lines.append(f"The reference is {learner.reference}.")
     when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"

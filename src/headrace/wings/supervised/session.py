@@ -4,8 +4,9 @@ it samples. It opens the run directory, trains step by step with the learner, an
     rows of a step ──▶ ledger: TAKEN ──▶ the learner's step ──▶ ledger: TRAINED ──▶ metrics.jsonl, status.json
                                                     └── every checkpoint_every steps ──▶ checkpoints/step-N
 
-It is one process, and one thing happens after the other. A process that is killed loses the steps since its last
-snapshot; a resumed run trains the same rows again in the same steps, from the same weights, with the same result.
+One thing happens after the other, in one process; the learner may be spread over other processes, its ranks
+(learner.py). A run that is killed loses the steps since its last snapshot; resumed, it trains the same rows again in
+the same steps, from the same weights, with the same result.
 """
 
 from __future__ import annotations
@@ -33,11 +34,7 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.ledger.opening import make_ledger
 from headrace.launch.order import ComponentStatus
 from headrace.learner import checkpoint
-from headrace.learner.base import LearnerContext
 from headrace.learner.checkpoint import SnapshotState
-from headrace.learner.core import LearnerCore
-from headrace.models import load_model
-from headrace.models.devices import use
 from headrace.run.observe import AlarmWatch, JsonlWriter, Posting, Raised, Recorder, RunFacts, write_report
 from headrace.run.session.directory import (
     CONFIG_FILE,
@@ -54,6 +51,7 @@ from headrace.run.session.directory import (
 from headrace.run.session.prepare import refuse_inside_a_run
 from headrace.wings.supervised.booking import RowLedger, batch_of
 from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig, TuningConfig, load_tuning
+from headrace.wings.supervised.learner import start_learner
 from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
 from headrace.wings.supervised.progress import open_progress
@@ -187,7 +185,9 @@ class TuningRun:
         trained = prepared.schedule.places(start.step - 1).stop if start.step else 0
         self._rows.roll_back(start.step, trained)
         self._all_rows = self._taught_rows()
-        self._core = self._open_learner(start)
+        snapshot = "" if start.snapshot is None else str(start.snapshot)
+        self._started = start_learner(prepared, snapshot, run_dir, stack)
+        self._learner = self._started.learner
         self._saved = start.step if start.snapshot is not None else -1
         self._report_start(start)
         self._measurements: Measurements | None = None
@@ -238,23 +238,6 @@ class TuningRun:
         if isinstance(config, DistillConfig) and config.has_engine:
             return taught_rows(config, rows, self._run_dir, self._event)
         return rows.rows
-
-    def _open_learner(self, start: StartingPoint) -> LearnerCore:
-        """Load the model, from the model directory or the snapshot of ``start``, and return the learner, with its
-        optimizer restored from the snapshot if there is one."""
-        config = self._prepared.config
-        device = use("learner.device", config.learner.device, only_cpu=config.model.deterministic)
-        model = config.model if start.snapshot is None else config.model.at(str(start.snapshot))
-        context = LearnerContext(
-            temperature=1.0,
-            total_steps=self._prepared.schedule.num_steps,
-            model_dir=Path(config.model.path),
-            clock=self._clock,
-        )
-        core = LearnerCore(load_model(model, str(device)), self._prepared.learner, self._prepared.objective, context)
-        if start.snapshot is not None:
-            core.restore(start.snapshot, weights=config.model.lora is not None)
-        return core
 
     def _report_start(self, start: StartingPoint) -> None:
         """Record the start of the run, write the first status, list the rows that were left out in a file, and warn the
@@ -318,7 +301,7 @@ class TuningRun:
             step, [(number, all_rows[row]) for number, row in zip(numbers, rows, strict=True)]
         )  # fmt: skip
         self._rows.take(step, numbers, rows, episodes)
-        report = self._core.train(batch)
+        report = self._learner.train(batch)
         self._rows.trained(report, numbers, batch, episodes)
         self._record(report, batch.num_tokens, epoch=schedule.places(step).stop / len(all_rows))
 
@@ -337,7 +320,7 @@ class TuningRun:
         pass_at = {f"eval_pass/{k}": value for k, value in measured.pass_at.items()} if measured is not None else {}
         metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out | pass_at
         metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
-        self._observers.spans(self._core.take_spans())
+        self._observers.spans(self._learner.take_spans())
         self._observers.step(
             StepRecord(
                 step=report.step,
@@ -390,7 +373,7 @@ class TuningRun:
     def _measured(self, found: RowSet) -> dict[str, float]:
         """Return the metrics of the present weights on the rows ``found``, without training on them."""
         batch, _ = batch_of(0, list(enumerate(found.rows)))
-        metrics = tuning_metrics(self._core.evaluate(batch))
+        metrics = tuning_metrics(self._learner.evaluate(batch))
         return {name: value for name, value in metrics.items() if name != "tokens"}
 
     def _save(self) -> None:
@@ -400,7 +383,7 @@ class TuningRun:
         step = self._totals.steps_done
         unfinished = checkpoint.begin(self._run_dir / CHECKPOINTS, step)
         try:
-            self._core.save(unfinished)
+            self._learner.save(unfinished)
             self._rows.persist()  # the ledger must contain every step of the snapshot
         except BaseException:
             checkpoint.abandon(unfinished)
@@ -439,20 +422,13 @@ class TuningRun:
         watch``. ``state`` is ``running`` or ``ended``."""
         totals, now_s, steps = self._totals, self._clock.now(), self._prepared.schedule.num_steps
         self._status_s = now_s
-        component = ComponentStatus(
-            role="controller",
-            pid=os.getpid(),
-            state="ready" if state == "running" else "ended",
-            version=totals.steps_done,
-            device=str(self._core.model.device),
-        )
         status = Status(
             phase=totals.phase,
             steps_done=totals.steps_done,
             steps_total=steps,
             version=totals.steps_done,
             written_s=self._clock.wall(),
-            components=[component],
+            components=self._components("ready" if state == "running" else "ended"),
             waits=[],
             warnings=totals.warnings,
         )
@@ -472,6 +448,21 @@ class TuningRun:
                 warnings=tuple(totals.warnings),
             )
         )
+
+    def _components(self, state: str) -> list[ComponentStatus]:
+        """Return the status of each process of the run, which is in ``state``: this one, and the ranks of the
+        learner."""
+        devices, version = self._started.devices, self._totals.steps_done
+        mine = "" if self._started.pids else devices[0]
+        ranks = [
+            ComponentStatus(role=f"learner-{rank}", pid=pid, state=state, version=version, device=device)
+            for rank, (pid, device) in enumerate(zip(self._started.pids, devices, strict=False))
+        ]
+        version_here = None if ranks else version
+        return [
+            ComponentStatus(role="controller", pid=os.getpid(), state=state, version=version_here, device=mine),
+            *ranks,
+        ]
 
     def _finish(self, status: str, cause: str = "") -> TuningSummary:
         """Write the last status and the summary, and return the summary. ``status`` is ``finished``, ``stopped`` or

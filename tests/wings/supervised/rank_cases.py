@@ -1,0 +1,61 @@
+"""What the ranks of the tests do with given rows: every loss, over each layout of two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.learner.core import LearnerCore
+from headrace.learner.parallel.mesh import Ranks
+from headrace.learner.parallel.shards import like, whole, wholes
+from headrace.models.weights import weight_tensors
+from headrace.wings.supervised.config import load_tuning
+from headrace.wings.supervised.learner import VERBS, open_learner
+
+LAYOUTS: tuple[dict[str, int], ...] = ({"data": 2}, {"replicate": 2}, {"tensor": 2}, {"context": 2})
+
+
+def given_rows(directory: Path) -> dict[str, Any]:
+    """By loss and layout: the losses of all steps, the loss of the last batch without training, and how far the first
+    gradient and the last weights are from those that one process has left in the directory."""
+    found: dict[str, Any] = {}
+    for path in sorted(directory.glob("*.run.json")):
+        tree, name = json.loads(path.read_text()), path.name.removesuffix(".run.json")
+        batches = MessageCodec(list[Batch]).decode((directory / f"{name}.batches").read_bytes())
+        for layout in LAYOUTS:
+            config = load_tuning(VERBS[tree["verb"]], _on(tree["config"], layout))
+            core = open_learner(config, Ranks(config.learner.parallel, torch.device("cpu")), "", len(batches))
+            found[f"{name} {json.dumps(layout)}"] = _trained(core, batches, directory / name)
+    return found
+
+
+def _on(tree: dict[str, Any], layout: dict[str, int]) -> dict[str, Any]:
+    return {**tree, "learner": {**tree["learner"], "parallel": layout}}
+
+
+def _trained(core: LearnerCore, batches: list[Batch], expected: Path) -> dict[str, Any]:
+    losses = [core.forward_backward(batches[0]).metrics["loss"]]
+    found = {one.name: whole(like(one.master.grad, one.weight)) for one in core._optimizer.trained}
+    gradients = load_file(f"{expected}.gradients")
+    assert found.keys() == gradients.keys()
+    scaled = [_most(found[key] - gradients[key]) / _most(gradients[key]) for key in gradients]
+    core.optim_step()
+    losses += [core.train(batch).metrics["loss"] for batch in batches[1:]]
+    weights = load_file(f"{expected}.weights")
+    now = dict(wholes(weight_tensors(core.model).items()))
+    return {
+        "losses": losses,
+        "gradient": max(scaled),
+        "weights": max(_most(now[key] - weights[key]) for key in weights),
+        "without training": core.evaluate(batches[-1])["loss"],
+    }
+
+
+def _most(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max())

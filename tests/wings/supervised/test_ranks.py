@@ -1,0 +1,152 @@
+"""A learner of given rows that is spread over ranks does what it does in one process, and its processes end with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from headrace.base.errors import ConfigError, RunError
+from headrace.base.types.messages.codec import MessageCodec
+from headrace.flow.ledger.opening import open_ledger
+from headrace.models import ModelConfig, load_model
+from headrace.models.weights import weight_tensors
+from headrace.run.cli.status import look
+from headrace.run.session.exporting import export
+from headrace.wings.supervised.booking import batch_of
+from headrace.wings.supervised.session import sft
+from tests.launch.test_forking import gone
+from tests.learner.builders import gradients
+from tests.learner.test_parallel import Found, answer, run
+from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
+from tests.wings.supervised.rank_cases import LAYOUTS
+from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
+from tests.wings.supervised.test_runs import run_file
+
+TWO = {"parallel": {"data": 2}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_model(tmp_path_factory.mktemp("ranks") / "model")
+
+
+@pytest.fixture(scope="module")
+def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    """What two ranks found for every loss, and one process."""
+    directory, alone = tmp_path_factory.mktemp("compared"), {}
+    for name in PLAIN:
+        prepared = prepared_for(name, model, directory / "run")
+        core, all_rows = learner_of(prepared), prepared.rows.rows
+        batches = [
+            batch_of(step, [(place, all_rows[place]) for place in prepared.schedule.rows(step)])[0]
+            for step in range(prepared.schedule.num_steps)
+        ]
+        config = {"verb": prepared.verb, "config": prepared.config.model_dump(mode="json")}
+        (directory / f"{name}.run.json").write_text(json.dumps(config))
+        (directory / f"{name}.batches").write_bytes(MessageCodec(None).encode(batches))
+        losses = [core.forward_backward(batches[0]).metrics["loss"]]
+        save_file(gradients(core), directory / f"{name}.gradients")
+        core.optim_step()
+        losses += [core.train(batch).metrics["loss"] for batch in batches[1:]]
+        save_file(weight_tensors(core.model), directory / f"{name}.weights")
+        alone[name] = {"losses": losses, "without training": core.evaluate(batches[-1])["loss"]}
+    return answer(run(directory, 2, ["given_rows"]), "given_rows"), alone
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, compared: tuple[Found, Found]) -> None:
+    found, alone = compared
+    for layout in LAYOUTS:
+        ranked = found[f"{name} {json.dumps(layout)}"]
+        assert ranked["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5), layout
+        assert ranked["without training"] == pytest.approx(alone[name]["without training"], rel=1e-5), layout
+        assert ranked["gradient"] < 1e-5, layout
+        assert ranked["weights"] < 1e-5, layout
+
+
+KILLED = """
+import os, signal, sys
+from headrace.wings.supervised import learner, session
+whole = learner.RankedLearner.train
+def train(ranks, batch):
+    if batch.step == 3:
+        print(*[each.pid for each in ranks.processes], flush=True)
+        os.kill(os.getpid() if sys.argv[2] == "run" else ranks.processes[1].pid, signal.SIGKILL)
+    return whole(ranks, batch)
+learner.RankedLearner.train = train
+session.sft(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("victim", [pytest.param("run", marks=pytest.mark.slow), "rank"])
+def test_a_run_on_ranks_that_is_killed_ends_whole_and_resumes_to_the_same_bits(model, tmp_path, victim):
+    rows = write_rows(tmp_path / "rows.jsonl", conversations(18))
+    sections = {"learner.parallel": {"data": 2}, "run": {"checkpoint_every": 2, "keep_checkpoints": 9}}
+    killed = run_file(tmp_path / "b", model, tmp_path / "killed", rows, **sections)
+    (tmp_path / "killer.py").write_text(KILLED, encoding="utf-8")
+    call = [sys.executable, str(tmp_path / "killer.py"), str(killed), victim]
+    died = subprocess.run(call, check=False, capture_output=True, timeout=120)
+    pids = [int(pid) for pid in died.stdout.split()]
+    assert len(pids) == 2
+    assert gone(pids), "a rank outlives its run"
+    if victim == "run":
+        assert died.returncode == -signal.SIGKILL, died.stderr.decode()
+        assert look(tmp_path / "killed")["state"] == "killed"
+    else:
+        assert f"rank 1 of the learner, process {pids[1]}, has ended (killed by SIGKILL)" in died.stderr.decode()
+        assert look(tmp_path / "killed")["state"] == "failed"
+    whole = run_file(tmp_path / "a", model, tmp_path / "whole", rows, **sections)
+    assert sft(whole).steps == 5
+    summary = sft(killed, resume=True)
+    assert (summary.status, summary.steps) == ("finished", 5)
+    for step in (4, 5):
+        found = [_tensors(tmp_path / name / "checkpoints" / f"step-{step:06}") for name in ("whole", "killed")]
+        assert found[0].keys() == found[1].keys()
+        assert all(found[0][key].equal(found[1][key]) for key in found[0])
+    ledger = open_ledger(tmp_path / "killed")
+    assert ledger.conservation().holds
+    assert {step: len(numbers) for step, numbers in ledger.steps().items()} == {0: 4, 1: 4, 2: 4, 3: 4, 4: 2}
+    ledger.close()
+    exported = export(tmp_path / "killed", tmp_path / "out")
+    assert load_model(ModelConfig(path=str(exported.directory)))
+
+
+def _tensors(directory: Path) -> dict[str, Any]:
+    """Weights and moments, of all ranks; not the state of torch's random numbers, which nothing draws."""
+    files = {path.name: load_file(path) for path in directory.glob("*.safetensors")}
+    return {
+        f"{name} {key}": each for name, file in files.items() for key, each in file.items() if each.is_floating_point()
+    }
+
+
+def test_the_status_names_the_ranks_and_an_error_of_theirs_ends_the_run_in_words(model, tmp_path):
+    tree = settings(model, tmp_path / "run", learner={**TWO, "lr": 1e38, "max_grad_norm": 1e38})
+    tree["learner"]["schedule"] = "constant"
+    with pytest.raises(RunError, match="the global gradient norm is nan"):
+        sft(tree, data=conversations(8))
+    components = json.loads((tmp_path / "run" / "status.json").read_text())["components"]
+    assert [each["role"] for each in components] == ["controller", "learner-0", "learner-1"]
+    assert gone([each["pid"] for each in components[1:]])
+
+
+def test_what_cannot_be_spread_is_refused_before_a_process_starts(model, tmp_path, monkeypatch):
+    cases: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"learner": {"parallel": {"tensor": 3}}}, "learner.parallel.tensor=3 does not fit"),
+        ({"learner": TWO, "model": {"lora": {"rank": 4}}}, "model.lora works in one process only"),
+        ({"learner": TWO, "model": {"deterministic": True}}, "model.deterministic works in one process only"),
+    )
+    for sections, words in cases:
+        with pytest.raises(ConfigError, match=words):
+            sft(settings(model, tmp_path / "run", **sections), data=conversations(4))
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"a launcher .* has started 2 processes"):
+        sft(settings(model, tmp_path / "run"), data=conversations(4))
+    assert not (tmp_path / "run").exists()
