@@ -29,6 +29,8 @@ def test_the_ledger_says_how_many_updates_a_step_made(tmp_path: Path) -> None:
         kept = ledger.conservation()
         assert kept.holds
     steps = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    books = json.loads(verb("ledger", run_dir, "--json"))
+    assert (books["steps"], books["updates"]) == (3, 18)
     assert [(step["version"], step["metrics"]["updates"]) for step in steps] == [(1, 6), (2, 6), (3, 6)]
     assert sum(step["trained_tokens"] for step in steps) == kept.tokens.trained
 

@@ -208,7 +208,10 @@ def test_answers_match_their_expression_and_are_one_of_their_choices(post: Post)
         ({"guided_json": {"type": "nope"}}, "the structure cannot be kept to"),
         ({"guided_json": "{"}, "expected a JSON schema"),
         ({"guided_choice": []}, "expected a list of texts"),
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "expected one structure"),
+        (
+            {"guided_regex": "a", "guided_choice": ["a"]},
+            "expected one structure, and guided_regex and guided_choice ask for one each",
+        ),
         ({"guided_regex": "a", "ignore_eos": True}, "expected no ignore_eos"),
         ({"response_format": {"type": "xml"}}, "expected the type"),
         ({"structured_outputs": {"grammar": "x"}}, "expected an object with one of json"),
@@ -219,6 +222,8 @@ def test_structures_that_cannot_be_kept_are_refused_in_words(post: Post, body: d
     refused = post("/v1/completions", prompt="Hi", **body)
     assert refused.status_code == 400
     assert words in refused.json()["error"]["message"]
+    if words.startswith(("the structure cannot", "allows no answer")):
+        assert refused.json()["error"]["param"] in body
 
 
 @pytest.mark.parametrize("how", [{}, {"temperature": 0.7, "top_p": 0.8}])

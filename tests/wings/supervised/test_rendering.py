@@ -222,6 +222,16 @@ def test_weighted_sources_are_visited_by_their_weights_and_each_row_once_per_pas
     assert "75.0% of the places" in explain_tuning(prepared)
 
 
+def test_a_run_says_by_which_columns_it_reads_rows_that_could_be_read_in_several_ways(models, tmp_path):
+    rows = [{**row, "text": "other", "prompt": "beside", "completion": "this"} for row in conversations(4)]
+    config = load_tuning(SftConfig, settings(models["plain"], tmp_path))
+    prepared = prepare_tuning(config, data=rows)
+    assert "Note: of the rows, messages are read, and not prompt with completion, text." in explain_tuning(prepared)
+    alone = prepare_tuning(config, data=conversations(4))
+    assert alone.rows.fingerprint() == prepared.rows.fingerprint()
+    assert "Note" not in explain_tuning(alone)
+
+
 def test_csv_and_parquet_hold_the_same_rows_as_jsonl(models, tmp_path):
     pq = pytest.importorskip("pyarrow.parquet")
     pa = pytest.importorskip("pyarrow")

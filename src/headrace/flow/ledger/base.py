@@ -285,6 +285,10 @@ class Ledger(Protocol):
         """Return the numbers of the groups that each step trained, by step."""
         ...
 
+    def updates(self) -> dict[int, int]:
+        """Return the number of updates of the weights that each step made of its batch, by step."""
+        ...
+
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""
         ...

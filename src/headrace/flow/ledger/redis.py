@@ -200,6 +200,10 @@ class RedisLedger:
         """Return the numbers of the groups that each step trained, by step."""
         return self._index.steps()
 
+    def updates(self) -> dict[int, int]:
+        """Return the number of updates of the weights that each step made of its batch, by step."""
+        return self._index.updates()
+
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""
         return self._index.checksums()

@@ -196,6 +196,10 @@ class SqliteLedger:
             found[step] = (*found.get(step, ()), number)
         return found
 
+    def updates(self) -> dict[int, int]:
+        """Return the number of updates of the weights that each step made of its batch, by step."""
+        return dict(self._rows("SELECT step, updates FROM steps ORDER BY step"))
+
     def checksums(self) -> dict[int, str]:
         """Return the checksum of the weights of every committed version, by version."""
         return dict(self._rows("SELECT version, checksum FROM versions ORDER BY version"))

@@ -50,12 +50,16 @@ def _show(book: Ledger, as_json: bool) -> bool:
     with ``as_json`` as JSON. Return whether the books balance."""
     from headrace.control.metrics.summary import ledger_summary
     from headrace.flow.ledger.survivors import survivors
+    from headrace.run.observe.words import plural
 
     conservation, ages, bias = book.conservation(), book.ages(), survivors(book.lengths())
+    updates = book.updates()
     if as_json:
         tree: dict[str, Any] = {
             "conservation": ledger_summary(conservation),
             "holds": conservation.holds,
+            "steps": len(updates),
+            "updates": sum(updates.values()),
             "ages": ages,
             "survivors": None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased},
             "notes": [{"kind": kind, "detail": detail, "at_s": at_s} for kind, detail, at_s in book.notes()],
@@ -64,6 +68,8 @@ def _show(book: Ledger, as_json: bool) -> bool:
         return conservation.holds
     out = console()
     _show_books(out, conservation)
+    made = f"{plural(len(updates), 'step')}, {plural(sum(updates.values()), 'update')} of the weights"
+    out.print(f"\n{made}")
     if ages:
         age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
         for age, tokens in ages.items():

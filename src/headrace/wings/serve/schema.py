@@ -210,16 +210,27 @@ class Body(StrictBody):
     def structure(self) -> str:
         """Return the structure that every choice must follow, from the one field that asks for it, as the engine takes
         it; an empty string for none."""
+        return next(iter(self._structures().values()), "")
+
+    @property
+    def structure_field(self) -> str:
+        """Return the name of the field that asks for a structure; an empty string for none."""
+        return next(iter(self._structures()), "")
+
+    def _structures(self) -> dict[str, str]:
+        """Return every structure that is asked for, by the name of its field."""
+        names = ("response_format", "guided_json", "guided_regex", "guided_choice", "structured_outputs")
         given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
-        return next(filter(None, given), "")
+        return {name: structure for name, structure in zip(names, given, strict=True) if structure}
 
     @pydantic.model_validator(mode="after")
     def _one_structure(self) -> Body:
         """Refuse a request that asks for several structures, and a structure together with ``ignore_eos``, because such
         an answer must be able to end."""
-        given = (self.response_format, self.guided_json, self.guided_regex, self.guided_choice, self.structured_outputs)
-        if len(list(filter(None, given))) > 1:
-            raise PydanticCustomError("structure", "expected one structure: response_format, guided_*, or another")
+        if len(given := self._structures()) > 1:
+            raise PydanticCustomError(
+                "structure", f"expected one structure, and {' and '.join(given)} ask for one each"
+            )
         if self.structure and self.ignore_eos:
             raise PydanticCustomError("structure", "expected no ignore_eos: an answer of a structure has an end")
         return self

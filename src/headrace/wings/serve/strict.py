@@ -89,5 +89,7 @@ def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
         case "missing":
             return Refusal(f"{name} is missing", remedy=f"give {top}", param=name, code="missing_required_parameter")
     return Refusal(
-        f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}", remedy=f"change {top}", param=name
+        f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}",
+        remedy=f"change {top or 'the body'}",
+        param=name,
     )

@@ -81,6 +81,8 @@ class PreparedTuning:
     eval_rows: RowSet | None
     """The held-out rows; ``None`` without any."""
     schedule: RowSchedule
+    note: str
+    """A remark about how the rows are read, in words; empty for none."""
 
     @property
     def samples_per_row(self) -> int:
@@ -154,6 +156,7 @@ def prepare_tuning(
         rows=rows,
         eval_rows=_held_out(config, eval_data, render, limits),
         schedule=_schedule(config, rows),
+        note=renderer.unread,
     )
 
 
@@ -327,6 +330,7 @@ def explain_tuning(prepared: PreparedTuning) -> str:
     for name, found in (("", prepared.rows), ("of the held-out rows ", prepared.eval_rows)):
         if found is not None and found.words():
             lines.append(f"Note: {name}{found.words()}.")
+    lines += [f"Note: of the rows, {prepared.note}."] if prepared.note else []
     weighted = [source for source in prepared.rows.sources if source.weight is not None]
     total = sum(source.weight or 0.0 for source in weighted)
     lines += [

@@ -39,6 +39,10 @@ IGNORED = -100
 _MARKS = re.compile(r"{%-?\s*generation\b")
 
 
+FORMS: tuple[tuple[str, ...], ...] = (("messages",), ("input_ids",), ("prompt", "completion"), ("text",))
+"""The columns that say what a row of supervised training is. A row with several of these is read by the first."""
+
+
 class RowProblem(DataError):
     """The error of a row that cannot be trained on. ``reason`` is one word, by which such rows are counted; ``problem``
     says what is wrong in words."""
@@ -77,6 +81,8 @@ class RowRenderer:
         self._tokenizer = tokenizer
         self._stop_ids = frozenset(stop_ids)
         self._loss_on = loss_on
+        self.unread = ""
+        """Which columns of a row that could be read in several ways are not read, in words; empty: no such row."""
         self._template: str | None = tokenizer.chat_template
         self._marked = self._template is not None and _MARKS.search(self._template) is not None
 
@@ -84,8 +90,9 @@ class RowRenderer:
 
     def imitated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the one sample of a row for supervised training, in a tuple. The row has a conversation, token ids, a
-        prompt with its completion, or plain text; if it has several of these, the first in this order is used. Raises
-        :class:`RowProblem` for a row that cannot be trained on."""
+        prompt with its completion, or plain text; if it has several of these, the first of :data:`FORMS` is used.
+        Raises :class:`RowProblem` for a row that cannot be trained on."""
+        self.unread = self.unread or _unread(row)
         if "messages" in row:
             ids, mask = self._conversation(_messages(row["messages"], "messages"), 0, _tools(row))
         elif "input_ids" in row:
@@ -304,6 +311,19 @@ class RowRenderer:
         """Return the token ids of an answer with a stop token at the end: the end-of-sequence token is added if there
         is none."""
         return ids if ids and ids[-1] in self._stop_ids else [*ids, self._tokenizer.eos_token_id]
+
+
+def _unread(row: Mapping[str, Any]) -> str:
+    """Return in words by which columns a row of supervised training is read, and which it has beside them that could
+    be read in their place; empty if there are none.
+
+    >>> _unread({"messages": [], "text": "", "prompt": ""})
+    'messages are read, and not text'
+    """
+    read, *others = [form for form in FORMS if set(form) <= row.keys()] or [()]
+    if not others:
+        return ""
+    return f"{' and '.join(read)} are read, and not {', '.join(' with '.join(form) for form in others)}"
 
 
 def _checked(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:

@@ -248,6 +248,8 @@ class TuningRun:
             self._event(f"resumed at step {start.step}")
         if start.snapshot is not None and start.fingerprint != self._prepared.fingerprint():
             self._warn("settings differ from those the run was begun with: it goes on with the new ones")
+        if self._prepared.note:
+            self._event(f"of the rows, {self._prepared.note}")
         left_out: list[LeftOut] = []
         for name, found in (("", self._prepared.rows), ("held-out rows: ", self._prepared.eval_rows)):
             if found is not None and found.words():
