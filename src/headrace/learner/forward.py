@@ -28,6 +28,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ModelError
 from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
+from headrace.learner import products
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
 from headrace.learner.head import TopRequest
@@ -112,6 +113,9 @@ class Forward:
         self._limit = context_limit(model.config)
 
         invariant = is_deterministic(model)
+        fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
+        self.filled: Callable[[int], int] = products.repeated if fills else int
+        """Returns the number of rows that a pass is filled up to, from the number that it needs."""
         self._plan = InvariantPlan if invariant else PackedPlan
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
@@ -167,7 +171,7 @@ class Forward:
         """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π of its tokens in ``mask_N``
         and their entropies. The logits of a token come from the token before it. ``top_NK`` are ids of further entries
         of which log π is computed at each token, in host memory; ``None`` for none."""
-        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan)
+        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan, self.filled)
         places_P = micro.places_M[view.places_P]
         with (
             self._replaying(batch, view) as routing_pass,
@@ -220,7 +224,7 @@ class Forward:
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
         """Return the ids of the likeliest entries at the masked tokens of a micro-batch, and their log-probabilities,
         ``[M, K]`` each and gathered from all ranks; 0 outside the mask."""
-        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan)
+        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan, self.filled)
         with self._replaying(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
             found = self._top_entries(view.inputs(batch.ids_N), before_P, request)

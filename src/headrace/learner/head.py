@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from headrace.base.types.recorded import KeptSets
+from headrace.learner.products import add_product, linear
 
 TILES = {"cpu": (512, 2048)}
 """Size of a tile on a CPU, in tokens and vocabulary entries: small enough for the cache."""
@@ -201,7 +202,7 @@ class _Head:
         """Return the logits ``[C, B]`` of one tile, the rows of ``tokens`` and the vocabulary ``entries``, divided by
         the temperature, in float32 or wider."""
         bias = None if self.bias_V is None else self.bias_V[entries]
-        logits_CB = torch.nn.functional.linear(self.hidden_PD[tokens], self.weight_VD[entries], bias).to(self.wide)
+        logits_CB = linear(self.hidden_PD[tokens], self.weight_VD[entries], bias).to(self.wide)
         return logits_CB if self.temperature == 1.0 else logits_CB / self.temperature
 
 
@@ -331,14 +332,14 @@ class _GradientSums:
             self._bias[entries] += grad_CB.sum(0)
         narrow_CB = grad_CB.to(self._head.weight_VD.dtype)
         if self._hidden is not None:
-            _add_product(self._hidden[tokens], narrow_CB, self._head.weight_VD[entries])
+            add_product(self._hidden[tokens], narrow_CB, self._head.weight_VD[entries])
         if self._weight is not None:
             if self._block is None:  # the gradient itself if its format is wide enough for sums
                 block = self._weight[entries]
                 self._block = (
                     block if block.dtype == self._head.wide else torch.zeros_like(block, dtype=self._head.wide)
                 )
-            _add_product(self._block, narrow_CB.t(), self._head.hidden_PD[tokens])
+            add_product(self._block, narrow_CB.t(), self._head.hidden_PD[tokens])
 
     def close(self, entries: slice) -> None:
         """Finish the block of the vocabulary ``entries`` to which all tokens have added: its gradient is rounded to the
@@ -353,14 +354,6 @@ class _GradientSums:
         dtype = self._head.weight_VD.dtype
         hidden = None if self._hidden is None else self._hidden.to(self._head.hidden_PD.dtype)
         return hidden, self._weight, None if self._bias is None else self._bias.to(dtype)
-
-
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """Add the matrix product ``one @ other`` to ``total``, in the number format of ``total``."""
-    if total.dtype == one.dtype:
-        total.addmm_(one, other)
-    else:
-        total += one @ other
 
 
 def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:

@@ -6,6 +6,7 @@ loss and whose logits are computed here.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +78,17 @@ class RankView:
         return column.new_zeros(len(self.micro.places_M), *column.shape[1:]).index_copy(0, at, column)
 
 
-def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[PackedPlan] = PackedPlan) -> RankView:
+def view_of(
+    micro: MicroBatch,
+    loss_P: Index,
+    ranks: AnyRanks,
+    packed: type[PackedPlan] = PackedPlan,
+    filled: Callable[[int], int] = int,
+) -> RankView:
     """Return the view of ``micro`` on this rank. ``loss_P`` are the indices in ``micro`` of all its loss tokens. An
     empty micro-batch is computed as one unused token, because ranks gather their parameters together. ``packed`` is the
-    attention of a micro-batch that is computed on one rank."""
+    attention of a micro-batch that is computed on one rank; ``filled`` returns the number of rows that such a pass is
+    filled up to, from the number that it needs: a sequence of unused tokens follows the others."""
     idle = not len(micro.places_M)
     lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
     if not isinstance(ranks, SingleRank) and ranks.config.context > 1:
@@ -109,9 +117,13 @@ def view_of(micro: MicroBatch, loss_P: Index, ranks: AnyRanks, packed: type[Pack
     followed_M = np.ones(len(micro.places_M), np.bool_)
     followed_M[np.cumsum(lengths_K) - 1] = False  # nothing follows the last token of a sample
     rows_R, first_R, rows_T = np.unique(rows_M[followed_M], return_index=True, return_inverse=True)
+    lengths_K, unused = lengths_K - 1, filled(len(rows_R)) - len(rows_R)
+    if unused:
+        lengths_K = np.append(lengths_K, unused)
+        rows_T = np.append(rows_T, len(rows_R) + np.arange(unused))
     return RankView(
         micro=micro,
-        plan=packed(lengths_K - 1, ranks.device, None if micro.rows_M is None else rows_T),
+        plan=packed(lengths_K, ranks.device, None if micro.rows_M is None else rows_T),
         rows_R=np.flatnonzero(followed_M)[first_R],
         before_P=np.searchsorted(rows_R, rows_M[loss_P - 1]),
         places_P=loss_P,
