@@ -210,7 +210,7 @@ class Child:
         return "ready" if self.peer.ready.done() else "starting"
 
     @property
-    def lost(self) -> bool:
+    def ended_with_another_rank(self) -> bool:
         """Whether the process, a rank of the learner, has ended only because another rank had ended."""
         return self._process.returncode == EXIT_RANK_LOST
 

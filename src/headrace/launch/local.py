@@ -304,7 +304,7 @@ async def _watch(part: Sequence[Child]) -> None:
         ended = [death for death in deaths if death.done()]
         for death in deaths:
             death.cancel()
-    first = min(ended, key=lambda death: deaths[death].lost)
+    first = min(ended, key=lambda death: deaths[death].ended_with_another_rank)
     if words := deaths[first].peer.reported_error:
         raise words
     kind = LearnerLost if part[0].role == "learner" else ComponentDied
@@ -315,7 +315,7 @@ async def _cause_known(deaths: Mapping[asyncio.Task[str], Child]) -> None:
     """Wait until a process of ``deaths`` has ended for a cause of its own, and not because another rank was lost, or
     all have ended. The keys are the tasks that wait for the ends."""
     while (alive := [death for death in deaths if not death.done()]) and all(
-        child.lost for death, child in deaths.items() if death.done()
+        child.ended_with_another_rank for death, child in deaths.items() if death.done()
     ):
         await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
 

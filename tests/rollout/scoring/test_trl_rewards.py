@@ -163,32 +163,32 @@ def test_a_reward_whose_parameters_nobody_can_give_is_refused(
 ) -> None:
     reward = FunctionReward(ref=f"{file}:{name}", **settings)
     if name == "made":  # with its key bound, only running the file tells that nothing is missing
-        refuse_missing_columns([reward], tasks({"answer": 1}), look=True)
+        refuse_missing_columns([reward], tasks({"answer": 1}), thorough=True)
         with pytest.raises(EnvError, match="requires the parameter 'answer'"):
-            refuse_missing_columns([reward], tasks({"keys": 1}), look=True)
+            refuse_missing_columns([reward], tasks({"keys": 1}), thorough=True)
         return
     with pytest.raises(HeadraceError, match=words):
-        refuse_missing_columns([reward], tasks({"answer": 1, "keys": 2}), look=False)
+        refuse_missing_columns([reward], tasks({"answer": 1, "keys": 2}), thorough=False)
 
 
 def test_a_class_is_refused_with_what_to_write_instead(tmp_path: Path) -> None:
     file = tmp_path / "scorer.py"
     file.write_text("class Scorer:\n    def __call__(self, completion):\n        return 1.0\n\nscore = Scorer()\n")
     with pytest.raises(EnvError, match=r"function Scorer is a class\n  remedy: write score = Scorer\(\)"):
-        refuse_missing_columns([FunctionReward(ref=f"{file}:Scorer")], tasks({}), look=True)
-    refuse_missing_columns([FunctionReward(ref=f"{file}:score")], tasks({}), look=True)
+        refuse_missing_columns([FunctionReward(ref=f"{file}:Scorer")], tasks({}), thorough=True)
+    refuse_missing_columns([FunctionReward(ref=f"{file}:score")], tasks({}), thorough=True)
 
 
 def test_columns_that_settings_name_are_looked_for_too() -> None:
     with pytest.raises(
         ConfigError, match=r"answer_column='answer'\), which no row has \(they have anser\)(.|\n)*'anser'"
     ):
-        refuse_missing_columns([ExactReward()], tasks({"anser": 1}), look=False)
+        refuse_missing_columns([ExactReward()], tasks({"anser": 1}), thorough=False)
     judge = JudgeReward(base_url="http://x/v1", model="m", prompt="{completion} {rubric}")
     with pytest.raises(ConfigError, match=r"'rubric' \(the \{rubric\} of its prompt\), and row 2 has none"):
-        refuse_missing_columns([judge], tasks({"rubric": 1}, {}), look=False)
+        refuse_missing_columns([judge], tasks({"rubric": 1}, {}), thorough=False)
     optional = judge.model_copy(update={"optional": True, "default": 0.0})
-    refuse_missing_columns([optional], tasks({"rubric": 1}, {}), look=False)
+    refuse_missing_columns([optional], tasks({"rubric": 1}, {}), thorough=False)
     assert columns_for(optional, tasks({"rubric": 1}, {})) == {"rubric"}
 
 

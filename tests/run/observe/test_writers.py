@@ -10,7 +10,7 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.base.types.observation import StepRecord
-from headrace.run.observe import Posting, RunFacts
+from headrace.run.observe import QueuedWriter, RunFacts
 from headrace.run.observe.config import ObserveConfig
 from headrace.run.observe.metrics import flat
 from headrace.run.observe.writers.base import MetricWriter
@@ -29,7 +29,7 @@ def facts(tmp_path: Path) -> RunFacts:
 
 def post(writer: MetricWriter, steps: list[StepRecord] = STEPS) -> list[str]:
     warnings: list[str] = []
-    with Posting("a", writer, warnings.append) as posting:
+    with QueuedWriter("a", writer, warnings.append) as posting:
         for step in steps:
             posting.step(step)
     return warnings
@@ -69,8 +69,8 @@ def test_a_writer_that_fails_is_a_warning_and_gets_the_later_steps() -> None:
 
 
 def test_a_writer_that_hangs_keeps_nobody_and_what_does_not_fit_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("headrace.run.observe.writers.posting.MAX_QUEUED", 2)
-    monkeypatch.setattr("headrace.run.observe.writers.posting.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("headrace.run.observe.writers.queued.MAX_QUEUED", 2)
+    monkeypatch.setattr("headrace.run.observe.writers.queued.CLOSE_TIMEOUT_S", 0.05)
     let_go = threading.Event()
 
     class Hanging(Kept):

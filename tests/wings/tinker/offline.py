@@ -9,11 +9,11 @@ import numpy as np
 from headrace.base.clock import RealClock
 from headrace.models import ModelConfig, load_model
 from headrace.wings.tinker.compute import BaseCompute, FrozenBase
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.journal import WAITING, Journal, JournalEntry
 from headrace.wings.tinker.performing import Performer, spec_of
 from headrace.wings.tinker.schema import CreateModelBody, parse
 from headrace.wings.tinker.tenants import Tenants
-from headrace.wings.tinker.turns import Turns
 
 MODEL = "s:train:0"
 
@@ -45,7 +45,7 @@ class Offline:
 
     def __init__(self, compute: BaseCompute, state: Path, max_rank: int = 64, **more) -> None:
         self.journal, self.failures = Journal(state), []
-        self.turns = Turns("test-turns", self.failures.append)
+        self.turns = FairThread("test-turns", self.failures.append)
         clock = RealClock()
         self._bases = AnyName(base_of(compute, max_rank))
         self.tenants = Tenants(self.journal, state, self._bases, self.turns, clock=clock, **{"max_resident": 8, **more})

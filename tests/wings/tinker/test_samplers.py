@@ -10,10 +10,10 @@ import torch
 from tinker import types
 
 from headrace.wings.tinker.catalog import Catalog
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.jobs import ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.samplers import AdapterPasses, SamplerWeights
 from headrace.wings.tinker.service import TinkerService
-from headrace.wings.tinker.turns import Turns
 from headrace.wings.tinker.weights import WholeTensors
 from tests.wings.tinker.serving import NAME, client, served
 
@@ -108,8 +108,8 @@ def test_weights_that_no_sampler_can_use_any_more_are_deleted(model, tmp_path, m
 
 
 def test_all_samplers_of_a_client_have_one_turn_together(model, tmp_path, monkeypatch):
-    turns, submit = [], Turns.submit
-    monkeypatch.setattr(Turns, "submit", lambda self, name, job: (turns.append(name), submit(self, name, job)))
+    turns, submit = [], FairThread.submit
+    monkeypatch.setattr(FairThread, "submit", lambda self, name, job: (turns.append(name), submit(self, name, job)))
     with served(model, tmp_path) as server, client(*server) as one, client(*server) as other:
         for service in (one, one, other):
             sampler = service.create_sampling_client(base_model=NAME).result()

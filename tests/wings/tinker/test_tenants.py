@@ -12,8 +12,8 @@ from tinker.proto import tinker_public_pb2 as messages
 from headrace.base.errors import ConfigError
 from headrace.learner.disk import CHECKSUMS_FILE
 from headrace.wings.tinker.data import Datum
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.turns import Turns
 from tests.wings.tinker.offline import MODEL, Offline, compute_of, script, step_body, train_body
 from tests.wings.tinker.serving import tiny
 
@@ -291,7 +291,7 @@ def test_thirty_two_tenants_share_the_computer_fairly(compute, tmp_path):
 
 def test_a_short_queue_does_not_wait_for_a_long_one():
     order, failures = [], []
-    turns = Turns("turns", failures.append)
+    turns = FairThread("turns", failures.append)
 
     def job(name, pieces):
         def run():
@@ -314,7 +314,7 @@ def test_a_short_queue_does_not_wait_for_a_long_one():
 
 def test_one_that_comes_while_another_computes_is_next():
     order, begun, goes_on, failures = list[str](), threading.Event(), threading.Event(), list[BaseException]()
-    turns = Turns("turns", failures.append)
+    turns = FairThread("turns", failures.append)
 
     def long():
         for place in range(3):

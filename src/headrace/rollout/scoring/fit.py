@@ -28,13 +28,13 @@ def columns_for(reward: RewardSection, tasks: Sequence[Task]) -> frozenset[str]:
     return frozenset(set().union(*names) if reward.optional else set(names[0]).intersection(*names[1:]))
 
 
-def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, look: bool) -> None:
+def refuse_missing_columns(rewards: Sequence[RewardSection], tasks: Sequence[Task], *, thorough: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` or :class:`~headrace.base.errors.EnvError` for a reward that
-    reads a column that rows lack. With ``look``, files whose text does not show the parameters of a function are
+    reads a column that rows lack. With ``thorough``, files whose text does not show the parameters of a function are
     imported, in a separate process."""
     functions = [reward for reward in rewards if isinstance(reward, FunctionReward)]
     signatures = {reward.ref: signature_in(*split_reference(reward.ref)) for reward in functions}
-    if look and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
+    if thorough and (unknown := [ref for ref, signature in signatures.items() if signature is None]):
         signatures |= imported_signatures(unknown)
     for reward in rewards:
         _refuse_missing_cells(reward, tasks)

@@ -60,7 +60,7 @@ def train(
     if dry_run:
         from headrace.run.session.prepare import Inputs, prepare
 
-        prepared = prepare(config, Inputs(look=True), weights=False)
+        prepared = prepare(config, Inputs(thorough=True), weights=False)
         with opened_recording(replay or "", prepared, resume=resume):
             _show(prepared, config, defaults=defaults, as_json=as_json)
         return

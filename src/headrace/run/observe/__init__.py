@@ -31,7 +31,7 @@ from headrace.run.observe.system import SystemWatch, Usage
 from headrace.run.observe.terminal import LiveView, PlainView, TerminalView, open_view
 from headrace.run.observe.trace import account, busy_frac, idle_frac
 from headrace.run.observe.verdict import RunVerdict, judge
-from headrace.run.observe.writers import Posting, RunFacts
+from headrace.run.observe.writers import QueuedWriter, RunFacts
 
 __all__ = [
     "EVENTS_FILE",
@@ -43,7 +43,7 @@ __all__ = [
     "JsonlWriter",
     "LiveView",
     "PlainView",
-    "Posting",
+    "QueuedWriter",
     "Raised",
     "Recorder",
     "RunData",

@@ -69,7 +69,7 @@ class Inputs:
     """The held-out rows; ``None``: those of ``data.eval_path``."""
     reward: Callable[..., Any] | None = None
     """The reward, a function that is defined in a file; ``None``: that of ``env.reward``."""
-    look: bool = False
+    thorough: bool = False
     """True where checks may take seconds, as in a dry run: the model's architecture is looked at, and the file of a
     reward may be imported, in a separate process, to find the parameters of a function whose source text does not show
     them. In a run the learner and the scoring workers do so when they start."""
@@ -147,7 +147,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
     refuse_settled(config, [*agents, *teachers], devices)
     verify_model(Path(config.model.path))
-    if training and inputs.look:
+    if training and inputs.thorough:
         supported_config(config.model.path)
     elif training:  # without torch, which takes seconds; engine and learner look at the rest
         refuse_settings(config.model.path, read_config(config.model.path))
@@ -163,7 +163,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     eval_source = config.data.eval_path or "eval_data"
     eval_tasks = make_tasks(eval_rows, column, tokenizer, source=eval_source, optional=own_prompts)
     _refuse_unsendable([*tasks, *eval_tasks])
-    refuse_missing_columns(config.env.components, [*tasks, *eval_tasks], look=inputs.look)
+    refuse_missing_columns(config.env.components, [*tasks, *eval_tasks], thorough=inputs.thorough)
     endings = stop_ids(config.model.path, tokenizer.eos_token_id)
     facts = _row_facts(config, tasks, eval_tasks)
     refuse(ROWS, config, facts)

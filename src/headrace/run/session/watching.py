@@ -24,7 +24,7 @@ from headrace.launch.order import ComponentStatus
 from headrace.run.observe import (
     Accountant,
     AlarmWatch,
-    Posting,
+    QueuedWriter,
     Raised,
     Recorder,
     RunFacts,
@@ -66,7 +66,7 @@ class RunWatchers:
         watchers: list[Observer] = [stack.enter_context(Recorder(run_dir)), self._accountant]
         facts = RunFacts(run_dir=run_dir, config=config.model_dump(mode="json"))
         for writer in config.observe.writers:
-            watchers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
+            watchers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         self._output = LossTolerantStream(sys.stdout)
         self._output_lost = False
         self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))

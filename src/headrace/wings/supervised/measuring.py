@@ -54,7 +54,7 @@ def check_measuring(settings: Tree, model: str) -> None:
     the table ``[eval]``, sections of a run file of ``headrace train``; ``model`` is the directory of the first weights.
     Raises :class:`~headrace.base.errors.HeadraceError`, whose text names the table."""
     try:
-        prepare(load_config(merge(settings, {"model": {"path": model}})), Inputs(look=True), training=False)
+        prepare(load_config(merge(settings, {"model": {"path": model}})), Inputs(thorough=True), training=False)
     except HeadraceError as error:
         error.problem = f"[eval]: {error.problem}"
         raise

@@ -181,10 +181,10 @@ def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -
     """Return the method of ``renderer`` that turns a row into samples for this loss: with a teacher's scores
     (distillation without a model as the teacher), as a pair, as a labelled answer (KTO), or as a sample to imitate."""
     if isinstance(config, DistillConfig) and not config.learner.teachers and config.teacher is None:
-        return renderer.taught
+        return renderer.distilled
     if "pairs" in objective.columns:
-        return renderer.compared
-    return renderer.rated if isinstance(objective.loss, Kto) else renderer.imitated
+        return renderer.pair
+    return renderer.labelled if isinstance(objective.loss, Kto) else renderer.supervised
 
 
 def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:

@@ -88,7 +88,7 @@ class RowRenderer:
 
     # -- one sample a row ---------------------------------------------------------------------------------------------
 
-    def imitated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+    def supervised(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the one sample of a row for supervised training, in a tuple. The row has a conversation, token ids, a
         prompt with its completion, or plain text; if it has several of these, the first of :data:`FORMS` is used.
         Raises :class:`RowProblem` for a row that cannot be trained on."""
@@ -120,7 +120,7 @@ class RowRenderer:
         answer = self._ended(self._encode(_text(completion, "completion")))
         return [*asked, *answer], [self._loss_on == "all"] * len(asked) + [True] * len(answer)
 
-    def taught(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+    def distilled(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the only sample of a row of tokens, with the scores that a teacher gave each token, as the row holds
         them. Raises :class:`RowProblem` for another row."""
         if not {"input_ids", "teacher_ids", "teacher_logprobs"} <= row.keys():
@@ -128,12 +128,12 @@ class RowRenderer:
                 row,
                 "input_ids, teacher_ids and teacher_logprobs, since no model is the teacher",
             )
-        (sample,) = self.imitated({name: row[name] for name in ("input_ids", "labels") if name in row})
+        (sample,) = self.supervised({name: row[name] for name in ("input_ids", "labels") if name in row})
         return (replace(sample, teacher_scores=_teacher_scores(row, sample)),)
 
     # -- a pair a row -------------------------------------------------------------------------------------------------
 
-    def compared(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+    def pair(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the two samples of a row with a pair of answers: the chosen one with side 1, then the rejected one
         with side −1. Raises :class:`RowProblem` for a row that is no pair."""
         both: list[tuple[list[int], list[int]]]
@@ -190,7 +190,7 @@ class RowRenderer:
         start = self._place(ids, text, self._render(messages[:num_before], tools, answer=True), num_before)
         return ids[:start], self._without_tail(ids[start:])
 
-    def rated(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
+    def labelled(self, row: Mapping[str, Any]) -> tuple[RenderedSample, ...]:
         """Return the only sample of a row with one answer and its label, with side 1 if it is good (true) and −1 if it
         is bad (false). Raises :class:`RowProblem` for another row."""
         if not {"prompt", "completion", "label"} <= row.keys():

@@ -35,7 +35,7 @@ from headrace.flow.ledger.opening import make_ledger
 from headrace.launch.order import ComponentStatus
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint import SnapshotState
-from headrace.run.observe import AlarmWatch, JsonlWriter, Posting, Raised, Recorder, RunFacts, write_report
+from headrace.run.observe import AlarmWatch, JsonlWriter, QueuedWriter, Raised, Recorder, RunFacts, write_report
 from headrace.run.session.directory import (
     CONFIG_FILE,
     STATUS_FILE,
@@ -217,7 +217,7 @@ class TuningRun:
         observers: list[Observer] = [stack.enter_context(Recorder(self._run_dir))]
         facts = RunFacts(run_dir=self._run_dir, config=recorded)
         for writer in observe.writers:
-            observers.append(stack.enter_context(Posting(writer.kind, writer.open(facts), self._warn)))
+            observers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         observers.append(stack.enter_context(open_progress(observe.view, self._prepared.schedule.num_steps)))
         observers.append(AlarmWatch(observe.alarms, self._run_dir, self._alarmed))
         return Observers(observers)

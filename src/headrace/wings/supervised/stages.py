@@ -297,9 +297,9 @@ def check_stages(stages: Stages, ended: dict[str, StageResult] | None = None) ->
         if isinstance(config, TuningConfig):
             prepare_tuning(config)
         else:
-            prepare(config, Inputs(look=True))
+            prepare(config, Inputs(thorough=True))
     if stages.measured:
-        prepare(_measuring(stages, stages.base), Inputs(look=True), training=False)
+        prepare(_measuring(stages, stages.base), Inputs(thorough=True), training=False)
 
 
 def _measuring(stages: Stages, model: str) -> RunConfig:

@@ -26,11 +26,11 @@ from headrace.base.net.shell import HttpServer, ShellLimits, listening_socket, u
 from headrace.wings.tinker.app import ServerHolder, make_app
 from headrace.wings.tinker.base import LoadedBase, ServedBase, by_name, fingerprint
 from headrace.wings.tinker.config import TinkerConfig
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.journal import Journal, state_directory
 from headrace.wings.tinker.performing import Performer
 from headrace.wings.tinker.service import ServiceParts, TinkerService
 from headrace.wings.tinker.tenants import NOT_WRITTEN, Tenants, log
-from headrace.wings.tinker.turns import Turns
 
 SWEEP_S = 5.0
 KEY_FILE = "key"
@@ -112,7 +112,7 @@ class TinkerServer:
             async with AsyncExitStack() as stack:
                 loaded = await asyncio.to_thread(_LoadedParts, self._config, self._clock)
                 stack.callback(loaded.journal.close)
-                turns = Turns("tinker-turns", failed)
+                turns = FairThread("tinker-turns", failed)
                 tenants = loaded.tenants(turns)
                 stack.callback(tenants.copy_all)
                 stack.callback(turns.close)
@@ -167,7 +167,7 @@ class _LoadedParts:
         if self.journal.value("seed") is None:
             self.journal.set_value("seed", secrets.token_hex(8))
 
-    def tenants(self, turns: Turns) -> Tenants:
+    def tenants(self, turns: FairThread) -> Tenants:
         """Return the manager of all models in training, which computes in ``turns``. It does not continue the requests
         of the last start until its ``resume`` is called."""
         config, bases = self.config, {name: base.training for base in self.bases for name in base.names}

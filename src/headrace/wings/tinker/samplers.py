@@ -30,7 +30,7 @@ Index = npt.NDArray[np.int64]
 class SamplerSlot:
     """The weights of one sampling session, as :class:`SamplerWeights` holds them in memory."""
 
-    place: int
+    adapter: int
     """The adapter number that the engine gives to new requests of the session, and under which it caches their tokens.
     Each session gets a new one, used by no other, whenever its weights change. Requests that already run keep their
     number, but are sampled with the new weights."""
@@ -91,10 +91,10 @@ class AdapterPasses:
     def on(self, rows: PassRows, weights_of: WeightsOf) -> AbstractContextManager[None]:
         """Let the model compute a pass within this context, each row with the adapter of its session; rows of the base
         model get none."""
-        places, of_R = np.unique(rows.adapter_R, return_inverse=True)
-        loras, numbers = list[LoraTensors](), np.full(len(places), -1, np.int32)
-        for index, place in enumerate(places.tolist()):
-            lora = weights_of(place)
+        adapters, of_R = np.unique(rows.adapter_R, return_inverse=True)
+        loras, numbers = list[LoraTensors](), np.full(len(adapters), -1, np.int32)
+        for index, adapter in enumerate(adapters.tolist()):
+            lora = weights_of(adapter)
             if isinstance(lora, LoraTensors):
                 numbers[index] = len(loras)
                 loras.append(lora)
@@ -112,7 +112,7 @@ class SamplerWeights:
         self.share_passes = passes.shared
         self._passes, self._max_loaded = passes, max_loaded
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
-        self._by_place: dict[int, SamplerSlot] = {}
+        self._by_adapter: dict[int, SamplerSlot] = {}
         self._lock = threading.Lock()
         self._count = 0
 
@@ -163,7 +163,7 @@ class SamplerWeights:
         """Return the adapter number for a new request of the session ``name``: 0 for the empty name, which is the base
         model, and ``None`` for an unknown session. The engine calls this."""
         slot = self._slots.get(name)
-        return 0 if not name else None if slot is None else slot.place
+        return 0 if not name else None if slot is None else slot.adapter
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
         """Let the engine's model compute a pass within this context, with the weights of each row's session."""
@@ -172,24 +172,24 @@ class SamplerWeights:
     def versions(self, adapter_D: Index, version: int) -> int | Index:
         """Return the version of the weights that sampled the token of each row, ``[D]``, from the rows' adapter
         numbers; ``version`` is that of the base model, whose number is 0."""
-        known = {place: self._by_place[place].version for place in np.unique(adapter_D).tolist() if place}
-        return np.array([known.get(place, version) for place in adapter_D.tolist()], np.int64)
+        known = {number: self._by_adapter[number].version for number in np.unique(adapter_D).tolist() if number}
+        return np.array([known.get(number, version) for number in adapter_D.tolist()], np.int64)
 
-    def _of(self, place: int) -> Weights | None:
-        """Return the weights with the adapter number ``place``; ``None`` for number 0, the base model."""
-        return self._by_place[place].weights if place else None
+    def _of(self, adapter: int) -> Weights | None:
+        """Return the weights with the adapter number ``adapter``; ``None`` for number 0, the base model."""
+        return self._by_adapter[adapter].weights if adapter else None
 
     def _set(self, name: str, weights: Weights | None, version: int) -> None:
         """Give the session ``name`` new weights, and a new adapter number, under which its next requests run. The
         caller holds the lock."""
         slot = self._slots.get(name)
         if slot is None:
-            slot = self._slots[name] = SamplerSlot(place=0, weights=weights, version=version)
+            slot = self._slots[name] = SamplerSlot(adapter=0, weights=weights, version=version)
         else:
             slot.weights, slot.version, slot.loaded = weights, version, True
         self._count += 1
-        slot.place = self._count
-        self._by_place[slot.place] = slot
+        slot.adapter = self._count
+        self._by_adapter[slot.adapter] = slot
 
     def _count_use(self, name: str) -> bool:
         """Count one more use of the weights of ``name`` if they are in memory; return whether they are."""

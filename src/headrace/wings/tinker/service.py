@@ -28,6 +28,7 @@ from headrace.wings.tinker.base import MOST_WHOLE_SAMPLERS, ServedBase
 from headrace.wings.tinker.catalog import Catalog
 from headrace.wings.tinker.compute import PromptScores
 from headrace.wings.tinker.config import TinkerConfig
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.files import facts_of_state
 from headrace.wings.tinker.jobs import JSON, PROTOBUF, ResultResponse, SampleJob, SampleJobs
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
@@ -35,7 +36,6 @@ from headrace.wings.tinker.performing import spec_of
 from headrace.wings.tinker.samplers import SamplerRecord
 from headrace.wings.tinker.sampling import Array, answer, plan_of
 from headrace.wings.tinker.tenants import MISSING, Tenants, failure
-from headrace.wings.tinker.turns import Turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ServiceParts:
     """The settings of the server."""
     journal: Journal
     """The durable record of sessions, models and requests."""
-    turns: Turns
+    turns: FairThread
     """The thread that computes for all models, a piece of each in turn."""
     tenants: Tenants
     """The models in training."""

@@ -28,10 +28,10 @@ from headrace.base.clock import Clock
 from headrace.base.errors import DataError, HeadraceError, RunError
 from headrace.wings.tinker import wire
 from headrace.wings.tinker.compute import FrozenBase
+from headrace.wings.tinker.fair_thread import FairThread
 from headrace.wings.tinker.files import read_state, write_state
 from headrace.wings.tinker.journal import DONE, FAILED, WAITING, Journal, JournalEntry
 from headrace.wings.tinker.tenant import Tenant
-from headrace.wings.tinker.turns import Turns
 
 RESULT_S = 600.0
 """Seconds for which a client can fetch a result again after it fetched it first."""
@@ -91,7 +91,7 @@ class Tenants:
         journal: Journal,
         directory: Path,
         bases: Mapping[str, FrozenBase],
-        turns: Turns,
+        turns: FairThread,
         *,
         clock: Clock,
         max_resident: int,

@@ -8,8 +8,8 @@ from typing import Annotated
 from headrace.base.config.kinds import Kinds
 from headrace.run.observe.writers.base import MetricWriter, RunFacts, WriterSection
 from headrace.run.observe.writers.mlflow import Mlflow
-from headrace.run.observe.writers.posting import Posting
 from headrace.run.observe.writers.prometheus import Prometheus
+from headrace.run.observe.writers.queued import QueuedWriter
 from headrace.run.observe.writers.tensorboard import TensorBoard
 from headrace.run.observe.writers.trackio import Trackio
 from headrace.run.observe.writers.wandb import Wandb
@@ -20,4 +20,4 @@ WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", 
 WriterConfig = Annotated[AnyWriter, WRITERS]
 """The settings of any writer. A kind is a file, a row here and an extra; ``metrics.jsonl`` is always written."""
 
-__all__ = ["MetricWriter", "Posting", "RunFacts", "WriterConfig"]
+__all__ = ["MetricWriter", "QueuedWriter", "RunFacts", "WriterConfig"]

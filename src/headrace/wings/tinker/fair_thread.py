@@ -17,7 +17,7 @@ raise."""
 _ENDED = object()
 
 
-class Turns:
+class FairThread:
     """A thread that shares its time fairly among keys: between two pieces of one key, at most one piece of each other
     key is computed."""
 

@@ -28,7 +28,7 @@ _Post = tuple[int, float, dict[str, float]]
 """The number, the time and the metrics of a step."""
 
 
-class Posting:
+class QueuedWriter:
     """An observer that passes the metrics of each step to one writer, through a queue and a thread of its own.
 
     Steps that cannot be written are counted, and reported as a warning; ``metrics.jsonl`` has them. Use it as a context
