@@ -144,14 +144,14 @@ def within(
     test: Callable[[LocalEngine, CountingCore], Awaitable[None]], terms: LocalEngineConfig | None = None
 ) -> CountingCore:  # fmt: skip
     """Run ``test`` with an open engine, and in time; the core, for questions afterwards."""
-    core = CountingCore()
+    core, before = CountingCore(), set(threading.enumerate())  # a server of other tests may have an engine
 
     async def run() -> None:
         async with asyncio.timeout(DEADLINE_S), LocalEngine(core, clock=RealClock(), config=terms) as engine:
             await test(engine, core)
 
     asyncio.run(run())
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("engine")]
+    assert not [each for each in threading.enumerate() if each not in before and each.name.startswith("engine")]
     return core
 
 
