@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace.base.errors import ConfigError, RunError
+from headrace.base.errors import ConfigError, HeadraceError, RunError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models import ModelConfig, load_model
@@ -135,6 +135,23 @@ def test_the_status_names_the_ranks_and_an_error_of_theirs_ends_the_run_in_words
     components = json.loads((tmp_path / "run" / "status.json").read_text())["components"]
     assert [each["role"] for each in components] == ["controller", "learner-0", "learner-1"]
     assert gone([each["pid"] for each in components[1:]])
+
+
+ALONE = """
+import os
+if os.environ.get("RANK") == "1":
+    from headrace.learner.parallel.optim import ShardOptimizer
+    def fail(*_):
+        raise ValueError("a planted fault")
+    ShardOptimizer.clip_norms = fail
+"""
+
+
+def test_an_error_of_one_rank_alone_is_told_as_it_is(model, tmp_path, monkeypatch):
+    (tmp_path / "sitecustomize.py").write_text(ALONE, encoding="utf-8")
+    monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
+    with pytest.raises(HeadraceError, match=r"rank 1 of the learner failed .* ValueError: a planted fault"):
+        sft(settings(model, tmp_path / "run", learner=TWO), data=conversations(8))
 
 
 def test_what_cannot_be_spread_is_refused_before_a_process_starts(model, tmp_path, monkeypatch):

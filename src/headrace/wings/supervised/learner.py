@@ -255,25 +255,33 @@ class RankedLearner:
             return answer
         raise AssertionError("wait returned without a pipe")
 
-    def _lost(self, rank: int) -> RankLost:
-        """Return the error for the end of ``rank``, which names the rank that ended first: the others end because they
-        wait for it."""
-        clock, ended = RealClock(), {}
+    def _lost(self, rank: int) -> HeadraceError:
+        """Return the error for the end of ``rank``, whose pipe is closed. The others end because they wait for each
+        other, so it is the error that one of them has reported, or names the one that ended by itself."""
+        clock = RealClock()
         limit_s = clock.now() + LOST_S
-        order = [rank, *(other for other in range(len(self.processes)) if other != rank)]
-        for other in order:
+        for other in (rank, *(each for each in range(len(self.processes)) if each != rank)):
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
-            ended[other] = code
+            if (failure := self._failure_of(other)) is not None:
+                return error_of(failure)
             if code not in (None, EXIT_RANK_LOST):
                 rank = other
                 break
-        process, code = self.processes[rank], ended[rank]
+        process, code = self.processes[rank], self.processes[rank].wait(0.0)
         how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
         words = process.last_lines()
         return RankLost(
             f"rank {rank} of the learner, process {process.pid}, has ended ({how})" + (f": {words}" if words else ""),
             remedy=f"look at {process.log}; --resume goes on from the last snapshot",
         )
+
+    def _failure_of(self, rank: int) -> Failure | None:
+        """Return the failure that ``rank`` has reported and nobody has read; ``None`` for none."""
+        try:
+            answer = self._codec.decode(self._pipes[rank].recv_bytes()) if self._pipes[rank].poll() else None
+        except (EOFError, OSError):
+            return None
+        return answer if isinstance(answer, Failure) else None
 
 
 # -- the process of a rank --------------------------------------------------------------------------------------------
