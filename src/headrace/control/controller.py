@@ -93,6 +93,8 @@ class Controller:
             trainer=partial(trainer_state, self.state),
         )
         self._eval_after: float | None = None
+        self._evaluated: dict[int, float] = {}
+        """The mean reward on the held-out tasks, by version; of the last version that was evaluated."""
 
     def _pick_row(self, number: int) -> int | None:
         """Return the index of the dataset row that the group ``number`` attempts, by the curriculum if there is one;
@@ -224,13 +226,16 @@ class Controller:
 
     async def _evaluate(self, phase: str) -> float | None:
         """Return the mean reward on the held-out tasks; ``None`` if there are none, or if the run is to stop. ``phase``
-        is what views show meanwhile."""
+        is what views show meanwhile. A version that was the last to be evaluated is not evaluated again."""
         state = self.state
-        state.phase = phase
         version = state.flow.state.version
+        if version in self._evaluated:
+            return self._evaluated[version]
+        state.phase = phase
         with state.board.requesting("rollout", "answers to the held-out tasks", provider="engine, scoring workers"):
             reward = await self._unless_stopped(self._evaluator.mean_reward(self._count_eval, state.warn))
         if reward is not None:
+            self._evaluated = {version: reward}
             state.metrics.evaluated(version, reward, training=state.phase == "training")
             state.event(f"held-out mean reward {reward:.3f} at version {version}")
         return reward

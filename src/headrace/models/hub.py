@@ -152,7 +152,7 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
     if not fetch or (revision is not None and _COMMIT.fullmatch(revision)):
         known = _cached(repo, revision, patterns)
         if known is not None or not fetch:
-            return known or f"{repo}@{revision}"
+            return known or (repo if revision is None else f"{repo}@{revision}")
     try:
         there = HfApi().model_info(repo, revision=revision)
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
