@@ -217,6 +217,8 @@ def test_evaluation_goes_on_beside_training(tmp_path: Path) -> None:
     assert evaluated[0] == 0
     assert evaluated[-1] == 12
     assert any(0 < version < 12 for version in evaluated)
+    told = [event.text for event in with_evaluations.seen.events if event.text.startswith("held-out mean reward")]
+    assert len(told) == len(set(told)) == len(set(evaluated)), "a version was evaluated twice"
     assert with_evaluations.summary.wall_s == pytest.approx(without.summary.wall_s)
     assert with_evaluations.learner.weights == without.learner.weights
     assert with_evaluations.summary.tokens_generated == without.summary.tokens_generated
