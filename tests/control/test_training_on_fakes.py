@@ -217,12 +217,24 @@ def test_evaluation_goes_on_beside_training(tmp_path: Path) -> None:
     assert evaluated[0] == 0
     assert evaluated[-1] == 12
     assert any(0 < version < 12 for version in evaluated)
-    told = [event.text for event in with_evaluations.seen.events if event.text.startswith("held-out mean reward")]
-    assert len(told) == len(set(told)) == len(set(evaluated)), "a version was evaluated twice"
     assert with_evaluations.summary.wall_s == pytest.approx(without.summary.wall_s)
     assert with_evaluations.learner.weights == without.learner.weights
     assert with_evaluations.summary.tokens_generated == without.summary.tokens_generated
     assert with_evaluations.summary.ledger == without.summary.ledger
+
+
+def test_a_version_that_was_evaluated_while_training_ended_is_not_evaluated_again(tmp_path, monkeypatch) -> None:
+    whole = Controller._train
+
+    async def train(self: Controller) -> None:
+        await whole(self)
+        await self._evaluate("training")
+
+    monkeypatch.setattr(Controller, "_train", train)
+    life = live(Plan(run_dir=tmp_path, steps=3, parts=with_eval(3)))
+    told = [event.text for event in life.seen.events if event.text.startswith("held-out mean reward")]
+    assert [line.rsplit(" ", 1)[1] for line in told] == ["0", "3"]
+    assert life.summary.eval_after is not None
 
 
 def test_live_picture_can_be_taken_at_any_moment(tmp_path: Path) -> None:
