@@ -21,6 +21,7 @@ from headrace.base.types.observation import LiveState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
+from headrace.control.controller import Controller
 from headrace.control.turns import REWARD_NONE
 from headrace.learner.base import Publication
 from headrace.rollout.runner import episode_seed
