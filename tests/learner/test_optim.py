@@ -11,7 +11,7 @@ from torch.nn import Parameter
 from headrace.base.config import validate
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
-from headrace.learner.optim import build_optimizer, learning_rate
+from headrace.learner.optim import build_optimizer, learning_rate, sum_of_squares
 from tests.learner.builders import Setup, assert_goes_on, gradients, random_batch, weights
 
 
@@ -138,3 +138,12 @@ def test_settings_without_an_effect_are_refused_by_their_names(tree, problem):
 def test_settings_that_act_are_not_refused():
     config = LearnerConfig(schedule="cosine", min_lr_frac=0.5, optimizer={"kind": "muon", "momentum": 0.9})
     assert (config.min_lr_frac, config.optimizer.momentum) == (0.5, 0.9)
+
+
+def test_the_norm_of_many_numbers_is_exact():
+    rng = torch.Generator().manual_seed(0)
+    tensors = [torch.randn(shape, generator=rng) for shape in ((3_000_001,), (700, 1000), (5,), (0,))]
+    tensors.append(tensors[1].t())
+    expected = sum(float(tensor.double().square().sum()) for tensor in tensors)
+    assert sum_of_squares(tensors) == pytest.approx(expected, rel=1e-6)
+    assert sum_of_squares([]) == 0.0

@@ -41,6 +41,15 @@ def has_end(schema: object) -> bool:
     return _ends(schema, ended.__contains__)
 
 
+def refers(schema: object) -> bool:
+    """Return whether any part of ``schema`` refers to another, without which none can require itself.
+
+    >>> refers({"items": {"$ref": "#"}}), refers({"items": False})
+    (True, False)
+    """
+    return next(_references(schema), None) is not None
+
+
 def _found(schema: object, reference: str, ended: set[str]) -> bool:
     """Return whether the part of ``schema`` that ``reference`` points to has an end, given the references ``ended``
     that are known to have one. If it has, add ``reference`` to ``ended``."""

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.errors import RequestError, visible
-from headrace.engine.schemas import has_end
+from headrace.engine.schemas import has_end, refers
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -128,7 +128,9 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(tree["lark"])
         matcher = LLMatcher(self._wrap(), grammar, log_level=0)
         if matcher.is_error():
-            words = visible(matcher.get_error().splitlines()[0], 300)
+            lines = matcher.get_error().splitlines()
+            why = next((line for line in lines if line.startswith("error: ")), "")
+            words = visible(" ".join(filter(None, (lines[0], why.removeprefix("error: ")))), 300)
             raise RequestError(f"the structure cannot be kept to: {words}", remedy=_REMEDY)
         begun = matcher.deep_copy()
         allowed = GrammarMask(begun, self._vocab_size).allowed()
@@ -164,6 +166,11 @@ def refuse_endless(schema: object) -> None:
         ends = has_end(schema)
     except RecursionError:
         raise RequestError("the structure cannot be kept to: the schema is nested too deeply", remedy=_REMEDY) from None
+    if not ends and not refers(schema):
+        raise RequestError(
+            "the structure cannot be kept to: no JSON follows the schema, whose parts exclude each other",
+            remedy="look for types that exclude each other, and for required parts that are not allowed",
+        )
     if not ends:
         raise RequestError(
             "the structure cannot be kept to: the schema requires a part within itself without end",

@@ -91,6 +91,15 @@ def test_a_narrow_terminal_keeps_the_numbers() -> None:
     assert "╭" not in text
 
 
+def test_a_run_on_given_rows_shows_its_last_step_and_no_engine() -> None:
+    text = shown(LiveState(steps_done=3, steps_total=10, learner_version=3, figures="loss 2.5  lr 1e-05"), 80)
+    assert "loss 2.5" in text
+    assert "version 3" in text
+    assert "engine" not in text
+    assert "groups" not in text
+    assert "none yet" in shown(LiveState(steps_done=0, steps_total=10, figures=""), 80)
+
+
 def test_before_the_first_step_nothing_is_claimed() -> None:
     empty = LiveState(steps_done=0, steps_total=10)
     text = shown(empty, 80)

@@ -202,14 +202,28 @@ def test_another_chat_template_is_told_by_a_server_without_tokenize(base: Path, 
     assert examined(base, other, ask=ask).faults == [Fault.OTHER_TEMPLATE]
 
 
-def test_a_truncated_vocabulary_is_told(base: Path, tmp_path: Path) -> None:
-    other = shutil.copytree(base, tmp_path / "other")
+def truncated(base: Path, directory: Path, missing: int) -> tuple[Path, int]:
+    """The model without its last ``missing`` tokens, and how many it has left."""
+    other = shutil.copytree(base, directory)
     config = json.loads((other / "config.json").read_text())
-    rows = config["vocab_size"] - 5
+    whole = config["vocab_size"]
+    rows = whole - missing
     (other / "config.json").write_text(json.dumps({**config, "vocab_size": rows}))
     tensors = load_file(other / "model.safetensors")
-    cut = {name: each[:rows] if each.shape[0] == rows + 5 else each for name, each in tensors.items()}
+    cut = {name: each[:rows] if each.shape[0] == whole else each for name, each in tensors.items()}
     save_file({name: each.clone() for name, each in cut.items()}, other / "model.safetensors", {"format": "pt"})
+    return other, rows
+
+
+def test_a_server_whose_vocabulary_is_larger_than_the_models_is_examined_to_the_end(base: Path, tmp_path: Path) -> None:
+    small, _ = truncated(base, tmp_path / "small", 30)
+    report = examined(small, base)
+    assert not report.ok
+    assert report.faults
+
+
+def test_a_truncated_vocabulary_is_told(base: Path, tmp_path: Path) -> None:
+    other, rows = truncated(base, tmp_path / "other", 5)
     report = examined(base, other)
     assert report.faults == [Fault.TRUNCATED_VOCABULARY]
     assert f"tokens from {rows} on" in str(report)

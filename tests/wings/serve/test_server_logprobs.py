@@ -145,5 +145,9 @@ def test_the_server_tells_how_text_becomes_tokens_and_back(post: Post, directory
     assert tokenizer.decode(shorter) == "[user]Hi"
     for body in ({}, {"prompt": "a", "messages": messages}, {"prompt": 3}):
         assert post("/tokenize", **body).status_code == 400
-    assert "give either prompt or messages; change the body" in post("/tokenize").json()["error"]["message"]
+    refused = post("/tokenize").json()["error"]
+    assert (refused["message"], refused["param"]) == (
+        "the body={}: give either prompt or messages; change the body",
+        None,
+    )
     assert "outside the vocabulary" in post("/detokenize", tokens=[99_999]).text

@@ -202,7 +202,8 @@ def test_answers_match_their_expression_and_are_one_of_their_choices(post: Post)
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"guided_regex": "("}, "the structure cannot be kept to"),
+        ({"guided_regex": "("}, "unclosed group"),
+        ({"guided_json": {"type": "array", "items": False, "minItems": 1}}, "whose parts exclude each other"),
         ({"guided_regex": "[^\\s\\S]"}, "allows no answer that this tokenizer can write"),
         ({"guided_json": {"type": "array", "items": {"$ref": "#"}, "minItems": 1}}, "within itself without end"),
         ({"guided_json": {"type": "nope"}}, "the structure cannot be kept to"),

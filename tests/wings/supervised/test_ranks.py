@@ -79,7 +79,8 @@ whole = learner.RankedLearner.train
 def train(ranks, batch):
     if batch.step == 3:
         print(*[each.pid for each in ranks.processes], flush=True)
-        os.kill(os.getpid() if sys.argv[2] == "run" else ranks.processes[1].pid, signal.SIGKILL)
+        number = signal.SIGSTOP if sys.argv[2] == "stopped rank" else signal.SIGKILL
+        os.kill(os.getpid() if sys.argv[2] == "run" else ranks.processes[1].pid, number)
     return whole(ranks, batch)
 learner.RankedLearner.train = train
 session.sft(sys.argv[1])
@@ -117,6 +118,19 @@ def test_a_run_on_ranks_that_is_killed_ends_whole_and_resumes_to_the_same_bits(m
     ledger.close()
     exported = export(tmp_path / "killed", tmp_path / "out")
     assert load_model(ModelConfig(path=str(exported.directory)))
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_stopped_is_the_one_that_is_named(model, tmp_path):
+    rows = write_rows(tmp_path / "rows.jsonl", conversations(18))
+    parallel = {"data": 2, "timeout_s": 5}
+    run_toml = run_file(tmp_path / "b", model, tmp_path / "run", rows, **{"learner.parallel": parallel})
+    (tmp_path / "killer.py").write_text(KILLED, encoding="utf-8")
+    call = [sys.executable, str(tmp_path / "killer.py"), str(run_toml), "stopped rank"]
+    died = subprocess.run(call, check=False, capture_output=True, timeout=120)
+    pids = [int(pid) for pid in died.stdout.split()]
+    assert f"rank 1 of the learner, process {pids[1]}, has kept the others waiting" in died.stderr.decode()
+    assert gone(pids)
 
 
 def _tensors(directory: Path) -> dict[str, Any]:

@@ -335,6 +335,9 @@ class LiveState(msgspec.Struct, frozen=True, kw_only=True):
     """A recent completion of the policy. It is text of a model and must not be trusted."""
     sample_reward: float | None = None
     """The reward of the sample; ``None`` while unscored."""
+    figures: str | None = None
+    """The main figures of the last step of a run on given rows, which has no engine and no groups, in words; ``None``
+    for a run that samples."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,12 +19,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
-from headrace.learner.optim import build_optimizer, update_rules
+from headrace.learner.optim import build_optimizer, sum_of_squares, update_rules
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
@@ -138,21 +137,19 @@ class ShardOptimizer:
         one agent's gradient must not affect another's step. Return the norms before scaling, by agent; ``""`` is the
         policy, or all weights."""
         if isinstance(self._ranks, SingleRank):
-            return {
-                agent: float(clip_grad_norm_(masters, max_norm)) for agent, masters in self._with_gradients().items()
-            }
+            return {agent: _clipped(gradients, max_norm) for agent, gradients in self._gradients().items()}
         norm = self.norm()
         if norm > max_norm:
-            self.scale(max_norm / (norm + 1e-6))  # as torch.nn.utils.clip_grad_norm_
+            self.scale(_clip_factor(norm, max_norm))
         return {"": norm}
 
-    def _with_gradients(self) -> dict[str, list[Parameter]]:
-        """Return the master weights that have a gradient, grouped by the agent whose adapter they belong to. The
-        gradients of one agent are clipped to one common norm."""
-        found: dict[str, list[Parameter]] = {}
+    def _gradients(self) -> dict[str, list[Tensor]]:
+        """Return the gradients of the masters, grouped by the agent whose adapter they belong to. The gradients of one
+        agent are clipped to one common norm."""
+        found: dict[str, list[Tensor]] = {}
         for one in self.trained:
             if one.master.grad is not None:
-                found.setdefault(one.agent, []).append(one.master)
+                found.setdefault(one.agent, []).append(one.master.grad)
         return found
 
     def scale(self, factor: float) -> None:
@@ -166,7 +163,7 @@ class ShardOptimizer:
         for one in self.trained:
             if one.master.grad is not None:
                 by_copies.setdefault(copies(one.weight), []).append(one.master.grad)
-        squares = [float(torch.nn.utils.get_total_norm(parts)) ** 2 / count for count, parts in by_copies.items()]
+        squares = [sum_of_squares(parts) / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
 
     def allocate(self) -> None:
@@ -285,6 +282,19 @@ class ShardOptimizer:
             [update], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, adjust_lr_fn="match_rms_adamw"
         ).step()
         one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
+
+
+def _clipped(gradients: list[Tensor], max_norm: float) -> float:
+    """Scale ``gradients`` down to a common norm of ``max_norm``, in place, and return the norm before."""
+    norm = math.sqrt(sum_of_squares(gradients))
+    if norm > max_norm:
+        torch._foreach_mul_(gradients, _clip_factor(norm, max_norm))
+    return norm
+
+
+def _clip_factor(norm: float, max_norm: float) -> float:
+    """Return the factor that scales gradients of ``norm`` down to ``max_norm``, as torch's ``clip_grad_norm_``."""
+    return max_norm / (norm + 1e-6)
 
 
 def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:

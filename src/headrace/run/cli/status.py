@@ -39,7 +39,7 @@ def status(
         rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
     if found["state"] == "running":
-        out.print(f"phase: {readable(found['phase'])}; loops:")
+        out.print(f"phase: {readable(found['phase'])}" + ("; loops:" if found["waits"] else ""))
         for line in found["waits"]:
             out.print(readable(line))
     for words in found["warnings"]:
@@ -90,7 +90,7 @@ def look(run_dir: Path) -> dict[str, Any]:
     if last is None and (run_dir / LOCK_FILE).exists():
         raise DataError(
             f"the run in {run_dir} ended before its parts had started",
-            remedy="start it again with the same command; what its parts said is in logs/",
+            remedy="start it again with the same command and --resume; what its parts said is in logs/",
         )
     if last is None:
         raise DataError(f"{run_dir} holds no run", remedy="name the directory of a run that has started")

@@ -169,21 +169,25 @@ class LiveView:
 
 def draw(state: LiveState, width: int) -> RenderableType:
     """Return the picture of the run's present state for a terminal of ``width`` columns: rows of progress, reward,
-    rates, groups and token ages, then what each loop waits for, the verdict, warnings and a sample completion. Below
-    :data:`NARROW` columns the frame and the sample are left out."""
+    rates, groups and token ages (of a run on given rows: of its last step), then what each loop waits for, the verdict,
+    warnings and a sample completion. Below :data:`NARROW` columns the frame and the sample are left out."""
     shown = _Rows(state, width)
     idle = (None, None) if state.account is None else (state.account.engine_idle, state.account.learner_idle)
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="dim", no_wrap=True, min_width=9)
     rows.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     rows.add_row("progress", shown.progress())
-    rows.add_row("reward", shown.reward())
-    if state.throughput:
-        rows.add_row("trained", shown.throughput())
-    rows.add_row("engine", shown.component(state.generated_tok_s, idle[0], state.engine_version))
-    rows.add_row("learner", shown.component(state.trained_tok_s, idle[1], state.learner_version))
-    rows.add_row("groups", shown.queue())
-    rows.add_row("token age", shown.ages())
+    if state.figures is not None:
+        rows.add_row("last step", Text(state.figures or "none yet"))
+        rows.add_row("learner", Text(f"{number(state.trained_tok_s)} tok/s  version {state.learner_version}"))
+    else:
+        rows.add_row("reward", shown.reward())
+        if state.throughput:
+            rows.add_row("trained", shown.throughput())
+        rows.add_row("engine", shown.component(state.generated_tok_s, idle[0], state.engine_version))
+        rows.add_row("learner", shown.component(state.trained_tok_s, idle[1], state.learner_version))
+        rows.add_row("groups", shown.queue())
+        rows.add_row("token age", shown.ages())
     parts: list[RenderableType] = [rows]
     if state.waits:
         parts += [Text(), shown.waits()]

@@ -319,6 +319,10 @@ def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanat
         report.add("temperature", Grade.NOTE, "cannot be told: the server does not name sampled tokens by their ids")
         return
     logits_V = _next_logits(found, prompt, size)
+    choices = [each for each in choices if each.ids[0] < len(logits_V)]
+    if not choices:
+        report.add("temperature", Grade.NOTE, "cannot be told: the model here lacks the tokens that the server samples")
+        return
     ids = torch.tensor([each.ids[0] for each in choices])
     served = torch.tensor([each.logprobs[0] for each in choices], dtype=torch.float64)
     apart = {temperature: served - (logits_V / temperature).log_softmax(-1)[ids] for temperature in (HALF, 1.0)}

@@ -105,7 +105,7 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
     structure = prompts.structure(body, ids, tokenizer)
     if structure and service.masks is not None:
-        param = body.structure_field or "tools"
+        param = "text.format" if response and body.structure else body.structure_field or "tools"
         # not in the encoder's thread, where the prompts of all requests would wait for a structure that takes seconds
         await asyncio.to_thread(_compile, service.masks, structure, param)
     choices = prompts.choices(body, ids, tokenizer, service.served, structure)

@@ -91,5 +91,5 @@ def _refusal(kind: type[StrictBody], detail: ErrorDetails) -> Refusal:
     return Refusal(
         f"{name}={shown(value)}: {detail['msg'][:1].lower()}{detail['msg'][1:]}",
         remedy=f"change {top or 'the body'}",
-        param=name,
+        param=name if top else None,
     )

@@ -7,6 +7,7 @@ import asyncio
 from typing import Annotated
 
 from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -40,7 +41,7 @@ class TokenizeBody(StrictBody):
     def _one_source(self) -> TokenizeBody:
         """Refuse a body with both a prompt and messages, and one with neither."""
         if (self.prompt is None) == (self.messages is None):
-            raise ValueError("give either prompt or messages")
+            raise PydanticCustomError("source", "give either prompt or messages")
         return self
 
 

@@ -264,11 +264,17 @@ class RankedLearner:
             code = self.processes[other].wait(max(0.0, limit_s - clock.now()))
             if (failure := self._failure_of(other)) is not None:
                 return error_of(failure)
-            if code not in (None, EXIT_RANK_LOST):
+            if code != EXIT_RANK_LOST:  # it ended by itself, or it is the one for which the others waited in vain
                 rank = other
                 break
         process, code = self.processes[rank], self.processes[rank].wait(0.0)
-        how = f"killed by {signal.Signals(-code).name}" if code is not None and code < 0 else f"exit code {code}"
+        if code is None:
+            return RankLost(
+                f"rank {rank} of the learner, process {process.pid}, has kept the others waiting for too long "
+                "(learner.parallel.timeout_s): it is stopped or hangs",
+                remedy=f"look at {process.log} and at the machine; --resume goes on from the last snapshot",
+            )
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         words = process.last_lines()
         return RankLost(
             f"rank {rank} of the learner, process {process.pid}, has ended ({how})" + (f": {words}" if words else ""),

@@ -16,13 +16,14 @@ from headrace.algo.losses.supervised import Ce
 from headrace.algo.objective import Objective
 from headrace.algo.reductions import PromptMean, SequenceMeanTokenMean, TokenMean
 from headrace.base.config import validate
-from headrace.base.environ import rank_place
+from headrace.base.environ import num_cores, rank_place
 from headrace.base.errors import ConfigError, DataError
 from headrace.learner.auxiliary.config import FrozenTeacher, OwnEngine
 from headrace.learner.config import LearnerConfig
 from headrace.learner.disk import verify_model
 from headrace.learner.parallel.load import refuse_libraries
 from headrace.models import load_tokenizer
+from headrace.models.devices import num_gpus, settle
 from headrace.models.endings import stop_ids
 from headrace.models.hub import local_directory, pinned, with_models
 from headrace.models.settings import limit_of, read_config
@@ -175,6 +176,7 @@ def _refuse_ranks(config: TuningConfig) -> None:
     if parallel.world > 1:
         refuse_libraries()
         parallel.refuse_model(path, read_config(path))
+        settle("cpu", config.learner.device, ranks=parallel.world, gpus=num_gpus())
 
 
 def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -> Render:
@@ -319,7 +321,10 @@ def explain_tuning(prepared: PreparedTuning) -> str:
         f"Loss: {loss_name(prepared)}, learning rate {learner.lr:g} ({learner.schedule}).",
     ]
     if (world := learner.parallel.world) > 1:
-        lines.append(f"The learner is spread over {world} ranks, processes of this machine.")
+        lines.append(
+            f"The learner is spread over {world} ranks, processes of this machine, which has "
+            f"{plural(num_cores(), 'processor core')}."
+        )
     if learner.reference is not None and prepared.samples_per_row == 2:
         lines.append(f"The reference is {learner.reference}.")
     when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"

@@ -54,7 +54,7 @@ from headrace.wings.supervised.config import DistillConfig, DpoConfig, SftConfig
 from headrace.wings.supervised.learner import start_learner
 from headrace.wings.supervised.measuring import Measurements, VersionRewards
 from headrace.wings.supervised.preparing import PreparedTuning, Rows, prepare_tuning
-from headrace.wings.supervised.progress import open_progress
+from headrace.wings.supervised.progress import figures, open_progress
 from headrace.wings.supervised.reading import LeftOut, RowSet
 from headrace.wings.supervised.rendering import RenderedSample
 from headrace.wings.supervised.stopping import StopRequest, stopping_on_signals
@@ -152,6 +152,8 @@ class _Totals:
     """The warnings that were shown, each once."""
     began_s: float = 0.0
     """When the first step of this life began."""
+    figures: str = ""
+    """The main figures of the last step, in words; empty before the first."""
     phase: str = "starting"
     """What the run does now, for people: ``starting``, ``training``, ``evaluating``, or its last status."""
 
@@ -323,21 +325,21 @@ class TuningRun:
         metrics = tuning_metrics(report.metrics) | {"epoch": epoch} | held_out | pass_at
         metrics["trained_tok_s"] = report.trained_tokens / max(report.seconds, 1e-9)
         self._observers.spans(self._learner.take_spans())
-        self._observers.step(
-            StepRecord(
-                step=report.step,
-                version=report.step + 1,
-                clock_s=now_s,
-                wall_s=now_s - self._start_s,
-                unix_s=self._clock.wall(),
-                eval_accuracy=None if measured is None else measured.mean_reward,
-                eval_version=None if measured is None else measured.version,
-                metrics=metrics,
-                trained_tokens=report.trained_tokens,
-                seconds=report.seconds,
-                dropped_tokens=report.dropped_tokens,
-            )
+        record = StepRecord(
+            step=report.step,
+            version=report.step + 1,
+            clock_s=now_s,
+            wall_s=now_s - self._start_s,
+            unix_s=self._clock.wall(),
+            eval_accuracy=None if measured is None else measured.mean_reward,
+            eval_version=None if measured is None else measured.version,
+            metrics=metrics,
+            trained_tokens=report.trained_tokens,
+            seconds=report.seconds,
+            dropped_tokens=report.dropped_tokens,
         )
+        totals.figures = figures(record)
+        self._observers.step(record)
         if now_s - self._status_s >= STATUS_EVERY_S:
             self._write_status("running")
 
@@ -448,6 +450,7 @@ class TuningRun:
                 learner_version=totals.steps_done,
                 trained_tok_s=totals.trained_tokens / trained_s if done else 0.0,
                 warnings=tuple(totals.warnings),
+                figures=totals.figures,
             )
         )
 

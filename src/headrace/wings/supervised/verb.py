@@ -58,7 +58,7 @@ def dpo(
     dry_run: bool = DRY_RUN,
     as_json: bool = AS_JSON,
 ) -> None:
-    """Train a model on pairs of answers, one preferred to the other (DPO, IPO, SimPO, ORPO)."""
+    """Train a model on pairs of answers (DPO, IPO, SimPO, ORPO), or on single ones with a label (KTO)."""
     starting(f"reading {run_file} and loading what a run needs")
     from headrace.wings.supervised.config import DpoConfig, load_tuning
 

@@ -3,6 +3,7 @@ trains, an adapter or all weights of a base model."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from headrace.base.errors import RunError
-from headrace.learner.optim import FUSED_DEVICES
+from headrace.learner.optim import FUSED_DEVICES, sum_of_squares
 from headrace.wings.tinker.files import WeightState
 from headrace.wings.tinker.schema import AdamBody
 from headrace.wings.tinker.weights import Weights
@@ -94,7 +95,8 @@ class Tenant:
         trained = [tensor for tensor in self.weights.tensors.values() if tensor.grad is not None]
         if not trained:
             return {"grad_norm": 0.0, "version": float(self.version)}
-        norm = torch.nn.utils.get_total_norm([tensor.grad for tensor in trained if tensor.grad is not None])
+        gradients = [tensor.grad for tensor in trained if tensor.grad is not None]
+        norm = torch.tensor(math.sqrt(sum_of_squares(gradients)))
         if not bool(torch.isfinite(norm)):
             self._optimizer.zero_grad()
             raise RunError(
