@@ -216,10 +216,10 @@ def truncated(base: Path, directory: Path, missing: int) -> tuple[Path, int]:
 
 
 def test_a_server_whose_vocabulary_is_larger_than_the_models_is_examined_to_the_end(base: Path, tmp_path: Path) -> None:
-    small, _ = truncated(base, tmp_path / "small", 30)
-    report = examined(small, base)
+    large = make(tmp_path / "large", vocab="".join(chr(0x4E00 + place) for place in range(256)))
+    report = examined(base, large)
     assert not report.ok
-    assert report.faults
+    assert Fault.OTHER_WEIGHTS in report.faults
 
 
 def test_a_truncated_vocabulary_is_told(base: Path, tmp_path: Path) -> None:
