@@ -67,6 +67,11 @@ def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
+def product(one: Tensor, other: Tensor) -> Tensor:
+    """Return the matrix product ``one @ other``, without a gradient, by the library that is faster for it here."""
+    return _product(one, other) if _is_large(one, other.t()) else one @ other
+
+
 def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     """Return ``x @ weight + bias`` as ``torch.nn.functional.linear`` does, with gradients. ``x`` has the K inputs as
     its last axis."""

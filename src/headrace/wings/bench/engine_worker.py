@@ -29,6 +29,7 @@ from headrace.base.types.versions import INITIAL
 from headrace.engine import EngineConfig
 from headrace.engine.native import NativeEngine, WeightReceiver
 from headrace.engine.native.swaps import LoadedWeights
+from headrace.learner.products import product
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.sync.config import Route
@@ -115,10 +116,10 @@ class Native:
         ``matrix_size`` rows, and of copies of ``copied_bytes`` from memory to memory. Return operations per second, and
         bytes per second with reading and writing counted."""
         size, num_bytes = request["matrix_size"], request["copied_bytes"]
-        left, right, out = (torch.full((size, size), 0.5) for _ in range(3))
+        left, right = (torch.full((size, size), 0.5) for _ in range(2))
         source = torch.ones(num_bytes // 4)
         target = torch.empty_like(source)
-        products_s = self._shortest_s(lambda: torch.mm(left, right, out=out))
+        products_s = self._shortest_s(lambda: product(left, right))
         copies_s = self._shortest_s(lambda: target.copy_(source))
         return {"flop_per_s": 2 * size**3 / products_s, "bytes_per_s": 2 * num_bytes / copies_s}
 

@@ -27,6 +27,7 @@ from torch.utils.checkpoint import checkpoint
 from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
+from headrace.learner.products import product
 
 GROUP = 8
 """Number of samples per prompt, and of rows of a padded batch."""
@@ -159,11 +160,11 @@ class OwnLearner:
     def _flop_per_s(self, rows: int, inner: int, columns: int) -> float:
         """Return the best rate, in operations per second, of the float32 product of a matrix of ``rows`` by ``inner``
         and one of ``inner`` by ``columns``, over 20 products."""
-        left, right, out = (torch.full(shape, 0.5) for shape in ((rows, inner), (inner, columns), (rows, columns)))
+        left, right = torch.full((rows, inner), 0.5), torch.full((inner, columns), 0.5)
         times_s = []
         for _ in range(20):
             start_s = self._clock.now()
-            torch.mm(left, right, out=out)
+            product(left, right)
             times_s.append(self._clock.now() - start_s)
         return 2 * rows * inner * columns / min(times_s)
 
