@@ -122,4 +122,4 @@ def test_layers_of_other_libraries_and_small_models_stay_as_they_are(monkeypatch
     assert model[1].forward is other
     assert "forward" not in model[2].__dict__
     x = torch.randn(4, 8)
-    assert torch.equal(model[0](x), F.linear(x, model[0].weight, model[0].bias))
+    assert torch.equal(model[0](input=x), F.linear(x, model[0].weight, model[0].bias))

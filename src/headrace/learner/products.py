@@ -81,9 +81,9 @@ def linear(x: Tensor, weight_NK: Tensor, bias_N: Tensor | None) -> Tensor:
     return out
 
 
-def _forward(module: nn.Linear, x: Tensor) -> Tensor:
-    """Compute the linear layer ``module``, in place of its own forward."""
-    return linear(x, module.weight, module.bias)
+def _forward(module: nn.Linear, input: Tensor) -> Tensor:
+    """Compute the linear layer ``module``, in place of its own forward, whose argument has this name too."""
+    return linear(input, module.weight, module.bias)
 
 
 class _Linear(torch.autograd.Function):
