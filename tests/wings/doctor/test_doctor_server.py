@@ -9,6 +9,7 @@ import string
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,20 @@ def test_a_server_whose_vocabulary_is_larger_than_the_models_is_examined_to_the_
     report = examined(base, large)
     assert not report.ok
     assert Fault.OTHER_WEIGHTS in report.faults
+
+
+def test_a_server_that_samples_tokens_which_the_model_lacks_is_told(base: Path, monkeypatch) -> None:
+    with probing(base) as probe:
+        sample = probe.sample
+
+        def beyond(*given: Any, **settings: Any) -> Any:
+            choices = sample(*given, **settings)
+            return [replace(each, ids=[10**6, *each.ids[1:]]) for each in choices]
+
+        monkeypatch.setattr(probe, "sample", beyond)
+        report = examine_server(probe, expectation(base, None, "float32", []))
+    assert report.faults == [Fault.OTHER_WEIGHTS] * 2
+    assert str(report).count("the server samples token 1000000") == 2
 
 
 def test_a_truncated_vocabulary_is_told(base: Path, tmp_path: Path) -> None:

@@ -319,9 +319,7 @@ def _check_temperature(report: DoctorReport, probe: ServerProbe, found: Explanat
         report.add("temperature", Grade.NOTE, "cannot be told: the server does not name sampled tokens by their ids")
         return
     logits_V = _next_logits(found, prompt, size)
-    choices = [each for each in choices if each.ids[0] < len(logits_V)]
-    if not choices:
-        report.add("temperature", Grade.NOTE, "cannot be told: the model here lacks the tokens that the server samples")
+    if _samples_unknown(report, "temperature", [each.ids[0] for each in choices], len(logits_V)):
         return
     ids = torch.tensor([each.ids[0] for each in choices])
     served = torch.tensor([each.logprobs[0] for each in choices], dtype=torch.float64)
@@ -357,6 +355,19 @@ def _expected_gap(found: Explanation) -> float:
     return max(found.gap, largest_gap("float32"))
 
 
+def _samples_unknown(report: DoctorReport, name: str, ids: list[int], num_known: int) -> bool:
+    """Return whether the server has sampled a token that the model, with ``num_known`` tokens, does not have; if so,
+    add to ``report`` that the check ``name`` cannot be made."""
+    unknown = next((token for token in ids if token >= num_known), None)
+    if unknown is None:
+        return False
+    report.add(
+        name, Grade.FAIL, f"cannot be told: the server samples token {unknown}, and the model has {num_known}",
+        "serve the model with its own vocabulary", Fault.OTHER_WEIGHTS,
+    )  # fmt: skip
+    return True
+
+
 def _flattest_prompt(found: Explanation) -> list[int]:
     """Return the one of 8 random prompts of 8 tokens after which the likeliest token has a probability nearest to 0.3,
     so that many tokens are possible, but not equally likely."""
@@ -379,6 +390,8 @@ def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Ex
             return
         ids += [each.ids[0] for each in choices]
     logits_V = _next_logits(found, prompt, size)
+    if _samples_unknown(report, "defaults", ids, len(logits_V)):
+        return
     logs_V = logits_V.log_softmax(-1)
     drawn = torch.tensor(ids)
     entropy = -float((logs_V.exp() * logs_V).nansum())
