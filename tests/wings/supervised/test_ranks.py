@@ -7,20 +7,24 @@ import os
 import signal
 import subprocess
 import sys
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace.base.errors import ConfigError, HeadraceError, RunError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, RunError
 from headrace.base.types.messages.codec import MessageCodec
+from headrace.base.types.messages.controller import Failure
 from headrace.flow.ledger.opening import open_ledger
+from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.run.cli.status import look
 from headrace.run.session.exporting import export
 from headrace.wings.supervised.booking import batch_of
+from headrace.wings.supervised.learner import Answer, RankedLearner
 from headrace.wings.supervised.session import sft
 from tests.launch.test_forking import gone
 from tests.learner.builders import gradients
@@ -166,6 +170,34 @@ def test_an_error_of_one_rank_alone_is_told_as_it_is(model, tmp_path, monkeypatc
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadraceError, match=r"rank 1 of the learner failed .* ValueError: a planted fault"):
         sft(settings(model, tmp_path / "run", learner=TWO), data=conversations(8))
+
+
+class Ended:
+    """A process that has ended with a code."""
+
+    def __init__(self, code: int) -> None:
+        self.pid, self.log, self.code = 1, Path("log"), code
+
+    def wait(self, _timeout_s: float | None = None) -> int:
+        return self.code
+
+    def last_lines(self) -> str:
+        return ""
+
+
+def test_a_failure_that_is_reported_behind_the_end_of_another_rank_is_the_one_that_is_told():
+    learner = object.__new__(RankedLearner)
+    learner._codec, ends = MessageCodec(Answer), [Pipe(), Pipe()]
+    learner._pipes = [ours for ours, _ in ends]
+    learner.processes = [Ended(EXIT_RANK_LOST), Ended(EXIT_REPORTED)]  # type: ignore[list-item]
+    failure = Failure(call=None, kind="ModelError", problem="rank 1 cannot", remedy="mend it")
+    ends[1][1].send_bytes(learner._codec.encode(failure))
+    for _, theirs in ends:
+        theirs.close()
+    with pytest.raises(ModelError, match="rank 1 cannot"):
+        learner._receive()
+    for ours in learner._pipes:
+        ours.close()
 
 
 def test_what_cannot_be_spread_is_refused_before_a_process_starts(model, tmp_path, monkeypatch):

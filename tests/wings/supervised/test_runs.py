@@ -52,6 +52,8 @@ def test_every_row_is_trained_once_in_every_epoch_and_the_ledger_says_in_which_s
     ledger.close()
     found = look(tmp_path / "run")
     assert (found["state"], found["steps_done"]) == ("finished", 6)
+    live = json.loads((tmp_path / "run" / "live.json").read_text())
+    assert live["figures"].startswith("loss ")
     exported = export(tmp_path / "run", tmp_path / "out")
     assert load_file(Path(exported.directory) / "model.safetensors").keys()
 

@@ -277,8 +277,9 @@ def test_a_run_that_ended_before_it_had_a_status_has_failed(tmp_path: Path) -> N
                 look(directory)
             part.kill()
     assert ask(opened(directory), "overview")["state"] == "failed"
-    with pytest.raises(DataError, match="ended before its parts had started"):
+    with pytest.raises(DataError, match="ended before its parts had started") as ended:
         look(directory)
+    assert "with the same command and --resume" in ended.value.remedy
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "trace.jsonl", "ledger.sqlite", "config.json", "summary.json"])
