@@ -208,6 +208,7 @@ def test_operations_in_one_transaction_come_to_the_same_as_one_after_the_other(l
     apply(other, *lives)
     ledger.apply(*lives)
     assert (ledger.conservation(), ledger.steps()) == (other.conservation(), other.steps())
+    assert ledger.updates() == other.updates() == {0: 1}
     assert ledger.attempts(0) == other.attempts(0)
     told = [
         [(g.number, g.state, g.step, g.oldest_version) for g in each.roll_back(1).groups] for each in (ledger, other)

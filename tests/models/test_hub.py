@@ -69,7 +69,7 @@ import json, sys
 from headrace.base.errors import ModelError
 from headrace.models.hub import local_directory
 try:
-    said = {"found": local_directory(sys.argv[1])}
+    said = {"found": local_directory(sys.argv[1], fetch=len(sys.argv) < 3)}
 except ModelError as error:
     said = {"problem": error.problem, "remedy": error.remedy}
 print(json.dumps(said))
@@ -80,10 +80,10 @@ print(json.dumps(said))
 def asked(tmp_path: Path, hub: FakeHub) -> Callable[..., dict[str, str]]:
     """What a program of that environment hears of a name."""
 
-    def ask(name: str, **environment: str) -> dict[str, str]:
+    def ask(name: str, *only_cached: str, **environment: str) -> dict[str, str]:
         kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
         given = {**kept, "HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "home"), **environment}
-        command = [sys.executable, "-c", ASK, name]
+        command = [sys.executable, "-c", ASK, name, *only_cached]
         done = subprocess.run(
             command, env=given, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
         )  # fmt: skip
@@ -140,6 +140,11 @@ def test_a_revision_is_a_branch_a_tag_or_a_commit(asked: Callable[..., dict[str,
     commit = hub.repositories["acme/tiny"].commit("v2")
     for name in ("acme/tiny@v2", f"acme/tiny@{commit}"):
         assert asked(name)["found"].endswith(f"/snapshots/{commit}")
+
+
+def test_a_model_that_is_not_in_the_cache_keeps_its_name_where_nothing_is_fetched(asked, hub: FakeHub) -> None:
+    assert asked("acme/tiny", "only cached") == {"found": "acme/tiny"}
+    assert asked("acme/tiny@main", "only cached") == {"found": "acme/tiny@main"}
 
 
 @pytest.mark.parametrize(

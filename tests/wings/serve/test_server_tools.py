@@ -364,6 +364,16 @@ def test_what_a_response_cannot_do_is_refused_by_name(more: dict[str, Any], word
     with pytest.raises(openai.BadRequestError) as refused:
         said("", lambda client: respond(client, **more))
     assert words_ in refused.value.message
+    if "format" in more.get("text", {}):
+        assert refused.value.param == "text.format"
+        assert "response_format" not in refused.value.message
+
+
+def test_a_response_whose_schema_cannot_be_kept_is_refused_by_the_field_that_was_sent(loaded: LoadedModel) -> None:
+    schema = {"type": "json_schema", "name": "x", "schema": {"type": "array", "items": False, "minItems": 1}}
+    with pytest.raises(openai.BadRequestError) as refused:
+        sampled(loaded, lambda client: respond(client, text={"format": schema}))
+    assert refused.value.param == "text.format"
 
 
 def test_a_response_that_fails_while_it_streams_says_so() -> None:

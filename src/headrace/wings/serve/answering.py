@@ -9,6 +9,7 @@ import json
 import secrets
 from collections.abc import Iterable
 from concurrent.futures import Executor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,7 +32,7 @@ from headrace.wings.serve.calls import CallFinder
 from headrace.wings.serve.chat import ServedTokenizer
 from headrace.wings.serve.choices import ChoicePiece, ChoiceRequest, TextOptions, sample_all
 from headrace.wings.serve.metrics import ServerMetrics
-from headrace.wings.serve.responses import ended, read_response
+from headrace.wings.serve.responses import ended, naming_the_response, read_response
 from headrace.wings.serve.schema import AnyBody, ChatBody, CompletionBody
 from headrace.wings.serve.strict import read_body
 
@@ -105,9 +106,10 @@ async def parse_request(request: Request, service: Service) -> ParsedRequest:
     ids = await loop.run_in_executor(service.encoder, prompts.encode, body, tokenizer, service.served)
     structure = prompts.structure(body, ids, tokenizer)
     if structure and service.masks is not None:
-        param = "text.format" if response and body.structure else body.structure_field or "tools"
+        param = body.structure_field or "tools"
         # not in the encoder's thread, where the prompts of all requests would wait for a structure that takes seconds
-        await asyncio.to_thread(_compile, service.masks, structure, param)
+        with naming_the_response() if response else nullcontext():
+            await asyncio.to_thread(_compile, service.masks, structure, param)
     choices = prompts.choices(body, ids, tokenizer, service.served, structure)
     with_logprobs = body.logprobs if isinstance(body, ChatBody) else body.logprobs is not None
     head = AnswerHead(

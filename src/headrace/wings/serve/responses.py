@@ -7,7 +7,8 @@ sends its whole conversation.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 from headrace.base.net.refusal import Refusal, shown
@@ -73,7 +74,8 @@ def read_response(tree: Mapping[str, Any], context: ExchangeContext, name: str) 
         "text": {"format": format_ or {"type": "text"}},
         "parallel_tool_calls": body.parallel_tool_calls,
     }
-    chat_body = read_body(ChatBody, {name: value for name, value in chat.items() if value is not None})
+    with naming_the_response():
+        chat_body = read_body(ChatBody, {name: value for name, value in chat.items() if value is not None})
     return chat_body, ResponseForm(body=body, context=context, own=own)
 
 
@@ -98,6 +100,21 @@ def ended(form: ResponseForm, head: AnswerHead, pieces: Sequence[ChoicePiece], n
         "token_ids": list(reply.token_ids),
         "versions": tokens.versions_T.tolist(),
     }
+
+
+@contextmanager
+def naming_the_response() -> Iterator[None]:
+    """Within this context, name the field of a response in a :class:`Refusal` of the field of a chat that it became."""
+    try:
+        yield
+    except Refusal as error:
+        theirs, ours = "response_format", "text.format"
+        if error.param is None or error.param.partition(".")[0] != theirs:
+            raise
+        problem, remedy, param = (
+            words.replace(theirs, ours, 1) for words in (error.problem, error.remedy, error.param)
+        )
+        raise Refusal(problem, remedy=remedy, status=error.status, param=param, code=error.code) from None
 
 
 def _refuse_unsampled(body: ResponsesBody) -> None:
