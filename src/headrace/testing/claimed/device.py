@@ -116,7 +116,7 @@ class ClaimedTensor(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:
-        """The same tensor without its gradient. Assigning another tensor of the device replaces the values."""
+        """This tensor without its gradient. Assigning another tensor of the device replaces the values."""
         return self.detach()
 
     @data.setter

@@ -9,7 +9,8 @@ import sys
 from typing import Any
 
 LIBRARY = "HEADRACE_CLAIMED_DEVICE"
-"""The same as that of :mod:`headrace.testing.claimed`, which cannot be imported before torch."""
+"""The name of the environment variable with the path of the device's library. :mod:`headrace.testing.claimed` has it as
+well, but cannot be imported before torch."""
 
 
 class WithDevice(importlib.abc.MetaPathFinder):
