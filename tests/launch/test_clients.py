@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from headrace.base.clock import run_virtual
-from headrace.base.errors import ComponentDied, DeadlineError, NeedsFull, RunError, WeightsError
+from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull, RunError, WeightsError
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.controller import (
     Chunks,
@@ -30,6 +32,7 @@ from headrace.base.types.messages.engine import ANNOUNCED
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
+from headrace.engine import PLAIN, SiblingRequest
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient, LearnerClient
 from headrace.launch.processes import Processes
@@ -287,6 +290,73 @@ def test_chunks_of_a_sequence_that_begins_again_need_not_be_read_first() -> None
         client._route(piece(1, stop_reason=StopReason.LENGTH))
         rest = [chunk async for chunk in stream]
         assert [bool(chunk.lost) for chunk in rest] == [True, False, False]
+
+    run_virtual(main())
+
+
+def siblings_of(client: EngineClient, count: int, seen: list[tuple[int, TokenChunk]]) -> asyncio.Future[None]:
+    """A call for ``count`` siblings, whose chunks are added to ``seen``."""
+
+    async def take(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
+        seen.extend(arrived)
+
+    requests = [SiblingRequest(Sampling(max_new_tokens=3), PLAIN)] * count
+    return asyncio.ensure_future(client.generate_siblings(np.zeros(1, np.int32), requests, take))
+
+
+def test_siblings_are_one_message_and_chunks_that_come_together_are_passed_on_together() -> None:
+    async def main() -> None:
+        client, seen = engine_client(), list[tuple[int, TokenChunk]]()
+        call = siblings_of(client, 3, seen)
+        await asyncio.sleep(0.1)
+        (order,) = client._channel.sent
+        ids = [request.request_id for request in order.requests]
+        parts = [piece(1, stop_reason=StopReason.LENGTH).chunks[0], piece(2).chunks[0]]
+        chunks = [replace(part, request_id=ids[2 * place]) for place, part in enumerate(parts)]
+        client._route(Chunks(chunks=tuple(chunks), stats=EngineStats()))
+        await asyncio.sleep(0.1)
+        assert [(index, chunk.ended) for index, chunk in seen] == [(0, True), (2, False)]
+        again = [replace(parts[0], request_id=ids[2], lost="restarted"), replace(parts[0], request_id=ids[1])]
+        client._route(Chunks(chunks=(chunks[1], *again), stats=EngineStats()))  # the first of them is void
+        await call
+        assert [(index, len(chunk.tokens), chunk.lost) for index, chunk in seen[2:]] == [
+            (2, 1, "restarted"),
+            (1, 1, ""),
+        ]
+        assert len(client._channel.sent) == 1
+
+    run_virtual(main())
+
+
+def test_siblings_that_nobody_waits_for_any_more_are_withdrawn_and_a_dead_engine_is_told_once() -> None:
+    async def main() -> None:
+        client, seen = engine_client(), list[tuple[int, TokenChunk]]()
+        call = siblings_of(client, 2, seen)
+        await asyncio.sleep(0.1)
+        client._route(piece(1, stop_reason=StopReason.LENGTH))
+        await asyncio.sleep(0.1)
+        call.cancel()
+        await asyncio.wait([call])
+        assert client._channel.sent[1].request_ids == (1,)
+        other = siblings_of(client, 2, seen)
+        await asyncio.sleep(0.1)
+        client.close()
+        with pytest.raises(ComponentDied, match="engine has ended"):
+            await other
+        assert len(client._channel.sent) == 3
+
+    run_virtual(main())
+
+
+def test_more_siblings_than_an_engine_takes_are_refused_before_any_is_sent() -> None:
+    async def main() -> None:
+        client = EngineClient(
+            "engine", Silent(), token="t", on_spans=lambda _: None, deadline_s=60.0, max_requests=2
+        )  # fmt: skip
+        client.ready.set_result(GREETING)
+        with pytest.raises(EngineFull, match="as many as it takes"):
+            await siblings_of(client, 3, [])
+        assert client._channel.sent == []
 
     run_virtual(main())
 

@@ -56,6 +56,8 @@ DEEDS = """
                 def refuse(self):
                     raise RuntimeError("can't start new thread")
                 threading.Thread.start = refuse
+            case "raise":
+                raise ValueError("as told")
             case "slow":
                 time.sleep(float(detail))
             case "together":  # stays until somebody else has come
@@ -314,3 +316,48 @@ def test_a_file_that_cannot_be_imported_is_told_in_its_own_words(tmp_path: Path)
 
 def leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
     return [leaf for e in group.exceptions for leaf in (leaves(e) if isinstance(e, BaseExceptionGroup) else [e])]
+
+
+def test_short_calls_for_one_row_are_one_order_and_each_failure_is_that_of_its_completion(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS) as at:
+            (worker,) = (slot.worker for slot in at.pool._slots)
+            texts = ("slow 0", "none", "slow 0", "slow 0")
+            await at.pool.score(task(), texts)
+            assert worker.num_begun == 4, "how long they take is not known"
+            before = 0
+            while worker.num_begun - before != 1:  # the first calls may take longer
+                before = worker.num_begun
+                scores = await at.pool.score(task(), texts)
+                assert scores.rewards == (1.0,) * 4
+            scores = await at.pool.score(task(), ("slow 0", "raise", "slow 0"))
+            assert worker.num_begun == before + 2
+            assert [scores.of(place).reward for place in range(3)] == [1.0, None, 1.0]
+            assert "ValueError: as told" in scores.of(1).failure
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("deed", ["exit", "hang"])
+def test_of_several_calls_in_one_order_only_the_one_to_blame_fails(tmp_path: Path, deed: str) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS, timeout_s=1.5) as at:
+            for _ in range(60):
+                await at.pool.score(task(), ("slow 0",))
+            scores = await at.pool.score(task(), ("slow 0", deed, "slow 0"))
+            reason = {"exit": "reward_crashed", "hang": "reward_timeout"}[deed]
+            assert [scores.of(place).reward for place in range(3)] == [1.0, None, 1.0]
+            assert scores.of(1).failure.startswith(reason)
+
+    asyncio.run(main())
+
+
+def test_calls_that_take_long_are_made_side_by_side(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with running_pool(tmp_path, DEEDS) as at:
+            await at.pool.score(task(), ("slow 0.3",))
+            (worker,) = (slot.worker for slot in at.pool._slots)
+            scores = await at.pool.score(task(), ("slow 0.3",) * 4)
+            assert (scores.rewards, worker.num_begun) == ((1.0,) * 4, 5)
+
+    asyncio.run(main())

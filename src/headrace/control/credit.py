@@ -192,8 +192,11 @@ def _of_segments(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Outcom
 def _written(episode: EpisodeGraph) -> list[int]:
     """Return the indices of the turns of ``episode`` that the policy under training wrote, without those of branches
     and those that carry no loss."""
-    own = [index for index, turn in enumerate(episode.turns) if not turn.untrained and turn.branch is None]
-    return [index for index in own if episode.turns[index].tokens.sampled_T.any()]
+    return [
+        index
+        for index, turn in enumerate(episode.turns)
+        if not turn.untrained and turn.branch is None and turn.tokens.any_sampled
+    ]
 
 
 def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:

@@ -11,8 +11,8 @@ one version. The tokens of a sequence are returned in *chunks* (:class:`~headrac
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from typing import Protocol
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
@@ -36,6 +36,31 @@ class TokenSource(Protocol):
         iterator early withdraws the request. Raises :class:`~headrace.base.errors.RequestError` for a request that
         cannot be served.
         """
+        ...
+
+
+class SiblingRequest(NamedTuple):
+    """One of several requests with the same prompt, whose answers are siblings."""
+
+    sampling: Sampling
+    options: RequestOptions
+
+
+OnSiblingChunks = Callable[[Sequence[tuple[int, TokenChunk]]], Awaitable[None]]
+"""Called with chunks that arrived together, each with the index of its sibling."""
+
+
+@runtime_checkable
+class SiblingSource(Protocol):
+    """A source of tokens that samples several answers to one prompt in a single call, which costs its caller much less
+    than one call for each answer."""
+
+    async def generate_siblings(
+        self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        """Sample one sequence for each of ``siblings`` after the prompt, and return when all of them have ended. A
+        sequence that is refused or fails ends with a chunk that carries its error; the others continue. Cancelling the
+        call withdraws the sequences that have not ended."""
         ...
 
 

@@ -54,6 +54,23 @@ def prompt_digest(prompt_ids_T: IntColumn) -> str:
     return hashlib.blake2b(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
+def session_of(run_seed: int, key: EpisodeKey) -> str:
+    """Return the name that all requests of the episode ``key`` share, by which they are routed to one engine."""
+    return f"{run_seed}/{key.group}/{key.place}"
+
+
+def cause_of_refusal(error: RequestError, last: Tokens) -> str:
+    """Return the cause of an episode whose request ended with ``error``. ``last`` are the tokens of its last turn: the
+    engine has failed if it had sampled some of them, and refused the request otherwise."""
+    reason = "engine_failed" if last.sampled_T.any() else "request_refused"
+    return f"{reason}: {error.problem}"
+
+
+def timeout_cause(timeout_s: float | None) -> str:
+    """Return the cause of an episode that was not over after the longest time of an attempt."""
+    return f"env_timeout: not over after env.timeout_s={timeout_s} s"
+
+
 def _ignore(_: TokenChunk) -> None:
     """Do nothing with a chunk."""
 
@@ -176,8 +193,7 @@ class EnginePolicy:
         are followed by the same draws."""
         sampling = msgspec.structs.replace(request.sampling, seed=episode_seed(self.run_seed, self.key, empty.turn))
         begun, lost = self.begun.get(empty.turn), ""
-        session = f"{self.run_seed}/{self.key.group}/{self.key.place}"
-        options = RequestOptions(session=session, agent=self.agents.adapter(request.author))
+        options = RequestOptions(session=session_of(self.run_seed, self.key), agent=self.agents.adapter(request.author))
         if begun is not None and begun.prompt != empty.prompt:
             begun, lost = None, self._restart_reason
         if begun is not None:
@@ -293,15 +309,13 @@ class EpisodeRunner:
             if withdrawal.reason:
                 episode.status, episode.cause = EpisodeStatus.LEFT_OUT, withdrawal.reason
             elif limit.scope.expired():
-                episode.cause = f"env_timeout: not over after env.timeout_s={self.timeout_s} s"
+                episode.cause = timeout_cause(self.timeout_s)
             else:  # a timeout inside the environment
                 episode.cause = f"env_error: {type(error).__name__}: {error}"
         except EpisodeError as error:
             episode.cause = f"{error.reason}: {error.problem}"
         except RequestError as error:
-            has_tokens = bool(policy.turns) and bool(policy.turns[-1].tokens.sampled_T.any())
-            reason = "engine_failed" if has_tokens else "request_refused"
-            episode.cause = f"{reason}: {error.problem}"
+            episode.cause = cause_of_refusal(error, policy.turns[-1].tokens if policy.turns else NO_TOKENS)
         except HeadraceError:
             raise
         except Exception as error:  # noqa: BLE001 - the boundary of an environment: its failure is a record

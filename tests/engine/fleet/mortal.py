@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,9 +12,10 @@ from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import ComponentDied, EngineFull, NeedsFull
 from headrace.base.types.episode import StopReason
 from headrace.base.types.sampling import Sampling
-from headrace.base.types.tokens import IntColumn, Tokens
+from headrace.base.types.tokens import NO_TOKENS, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
-from headrace.engine import PLAIN, RequestOptions, TokenChunk
+from headrace.engine import PLAIN, RequestOptions, SiblingRequest, TokenChunk
+from headrace.engine.base import OnSiblingChunks
 from headrace.engine.fleet import Fleet
 from headrace.testing import FakeEngine
 
@@ -127,8 +128,54 @@ class Mortal(FakeEngine):
         return await super().commit(version, mode)
 
 
-def fleet_of(*names: str, **settings: Any) -> tuple[Fleet, dict[str, Mortal]]:
-    fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: Mortal(name) for name in names}
+class TogetherMortal(Mortal):
+    """Samples siblings in one call; a request that finds no room ends with the chunk of a full engine."""
+
+    num_calls = 0
+
+    async def generate_siblings(
+        self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        if self.dead.is_set():
+            raise self._death()
+        self.num_calls += 1
+
+        async def one(index: int, sibling: SiblingRequest) -> None:
+            try:
+                async for chunk in self.generate(prompt_ids_T, sibling.sampling, sibling.options):
+                    await on_chunks([(index, chunk)])
+            except EngineFull as error:
+                await on_chunks([(index, TokenChunk(tokens=NO_TOKENS).failed(error))])
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                for index, sibling in enumerate(siblings):
+                    group.create_task(one(index, sibling))
+        except* ComponentDied as deaths:
+            raise deaths.exceptions[0] from None
+
+
+async def sample_siblings(fleet: Fleet, seeds: Sequence[int], count: int = 40, session: str = "") -> None:
+    """All answers of a group, each of which must be that of its seed, and end once."""
+    parts: list[list[TokenChunk]] = [[] for _ in seeds]
+
+    async def take(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
+        for index, chunk in arrived:
+            chunk.raise_error()
+            parts[index].append(chunk)
+
+    requests = [
+        SiblingRequest(Sampling(max_new_tokens=count, seed=seed), RequestOptions(session=session)) for seed in seeds
+    ]
+    await fleet.generate_siblings(PROMPT, requests, take)
+    for seed, chunks in zip(seeds, parts, strict=True):
+        assert Tokens.concat([chunk.tokens for chunk in chunks]).ids_T.tolist() == expected(seed, count)
+        assert [chunk.ended for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
+        assert len({chunk.request_id for chunk in chunks}) == 1
+
+
+def fleet_of(*names: str, kind: type[Mortal] = Mortal, **settings: Any) -> tuple[Fleet, dict[str, Any]]:
+    fleet, engines = Fleet(VirtualClock(), size=len(names), **settings), {name: kind(name) for name in names}
     for name, engine in engines.items():
         fleet.join(name, engine, address=name)
     return fleet, engines

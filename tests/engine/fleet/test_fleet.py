@@ -23,11 +23,13 @@ from tests.engine.fleet.mortal import (
     PROMPT,
     TOKEN_S,
     Mortal,
+    TogetherMortal,
     bring,
     fleet_of,
     in_virtual_time,
     kill,
     sample,
+    sample_siblings,
     update,
 )
 
@@ -51,6 +53,43 @@ async def test_sequences_of_a_dead_engine_go_on_elsewhere_from_what_was_streamed
     assert len(moved) == carried
     assert {len(options.answer_ids_T) for options in moved} == {2 * FLUSH}
     assert sum(engine.made for engine in engines.values()) == 30 * 40, "nothing that was streamed is made again"
+
+
+@in_virtual_time
+async def test_siblings_are_asked_for_in_one_call_and_go_on_one_by_one_where_their_engine_dies() -> None:
+    fleet, engines = fleet_of("a", "b", kind=TogetherMortal)
+    await bring(fleet, 0)
+    async with asyncio.TaskGroup() as group:
+        group.create_task(sample_siblings(fleet, range(4)))
+        await asyncio.sleep(2.5 * FLUSH * TOKEN_S)
+        assert (engines["a"].num_calls, engines["b"].num_calls) == (1, 0)
+        assert kill(fleet, engines["a"]) == 4
+    assert [len(options.answer_ids_T) for options in engines["b"].asked] == [2 * FLUSH] * 4
+    assert sum(engine.made for engine in engines.values()) == 4 * 40, "nothing that was streamed is made again"
+    assert fleet.load("b") == 0
+
+
+@in_virtual_time
+async def test_siblings_for_which_an_engine_has_no_room_are_sampled_by_others_or_refused_alone() -> None:
+    fleet, engines = fleet_of("a", "b", kind=TogetherMortal)
+    engines["a"].room, engines["b"].room = 2, 3
+    await bring(fleet, 0)
+    await sample_siblings(fleet, range(5))
+    assert (engines["a"].made, engines["b"].made) == (2 * 40, 3 * 40)
+    with pytest.raises(ExceptionGroup, match="unhandled") as refusal:
+        await sample_siblings(fleet, range(6))
+    assert refusal.group_contains(EngineFull)
+    assert fleet.load("a") == fleet.load("b") == 0
+
+
+@in_virtual_time
+async def test_call_for_siblings_that_is_cancelled_withdraws_them() -> None:
+    fleet, engines = fleet_of("a", kind=TogetherMortal)
+    await bring(fleet, 0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(1.5 * FLUSH * TOKEN_S):
+            await sample_siblings(fleet, range(3))
+    assert (engines["a"].running, fleet.load("a")) == (0, 0)
 
 
 @in_virtual_time
@@ -294,12 +333,13 @@ async def test_commit_with_sleep_wakes_all_and_the_death_of_one_that_falls_aslee
     assert (report.version, left._going.is_set()) == (1, True)
 
 
+@pytest.mark.parametrize("kind", [Mortal, TogetherMortal])
 @pytest.mark.parametrize("seed", range(12))
-def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int) -> None:
+def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int, kind: type[Mortal]) -> None:
     async def main() -> None:
         rng = np.random.default_rng(seed)
         names = [f"engine-{place}" for place in range(4)]
-        fleet, engines = fleet_of(*names, rolling=int(rng.integers(1, 4)))
+        fleet, engines = fleet_of(*names, kind=kind, rolling=int(rng.integers(1, 4)))
         await bring(fleet, 0)
         made, kills = 0, 0
 
@@ -313,7 +353,7 @@ def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int
                     version += 1
                     await bring(fleet, version)
                 elif engines[name].dead.is_set():
-                    engines[name] = Mortal(name, commit_s=float(rng.random() * 0.05))
+                    engines[name] = kind(name, commit_s=float(rng.random() * 0.05))
                     fleet.join(name, engines[name])
                     await bring(fleet, version)
                 else:
@@ -326,12 +366,17 @@ def test_no_sequence_is_lost_whatever_dies_joins_and_commits_at_random(seed: int
             lengths, tasks = rng.integers(1, 200, size=80).tolist(), []
             for number, length in enumerate(lengths):
                 options = RequestOptions(session=str(number % 7))
-                tasks.append(group.create_task(sample(fleet, number, length, options)))
+                if kind is Mortal:
+                    tasks.append(group.create_task(sample(fleet, number, length, options)))
+                else:  # groups of up to four, with the lengths of as many sequences
+                    seeds = range(4 * number, 4 * number + 1 + number % 4)
+                    tasks.append(group.create_task(sample_siblings(fleet, seeds, length, options.session)))
                 await asyncio.sleep(float(rng.exponential(0.02)))
             await asyncio.wait(tasks)
             troubling.cancel()
         made += sum(engine.made for engine in engines.values() if not engine.dead.is_set())
         assert kills > 3
-        assert made == sum(lengths), "what was streamed is never made again"
+        sizes = [1 if kind is Mortal else 1 + number % 4 for number in range(len(lengths))]
+        assert made == int(np.dot(lengths, sizes)), "what was streamed is never made again"
 
     run_virtual(main())

@@ -32,6 +32,12 @@ class Says:
     asked: list[tuple[str, ...]] = field(default_factory=list)
 
     async def score(self, task: Task, completions: tuple[str, ...], context: object = None) -> Scores:
+        if self.by_group or len(completions) == 1:
+            return await self._once(completions)
+        graded = tuple([(await self._once((text,))).of(0) for text in completions])
+        return Scores(rewards=tuple(each.reward for each in graded), graded=graded)
+
+    async def _once(self, completions: tuple[str, ...]) -> Scores:
         answer = self.answers[min(len(self.asked), len(self.answers) - 1)]
         self.asked.append(completions)
         await asyncio.sleep(self.seconds)

@@ -248,6 +248,13 @@ class EpisodeGraph:
         idle = {turn.author for turn in answers} - {turn.author for turn in answers if not turn.untrained}
         return {agent: reward for agent, reward in self.agent_rewards.items() if agent not in idle}
 
+    @property
+    def is_chain(self) -> bool:
+        """Return whether each turn continues the one before it, so that there is one path through all of them."""
+        return [turn.parent for turn in self.turns[:1]] == [None] and all(
+            turn.parent == index for index, turn in enumerate(self.turns[1:])
+        )
+
     def leaves(self) -> list[int]:
         """Return the indices in ``turns`` of the turns that no other turn continues."""
         parents = {turn.parent for turn in self.turns}

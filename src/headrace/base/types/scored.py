@@ -62,6 +62,8 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
     A turn that two paths share carries loss in the first of them only. A path without a token that carries loss makes
     no sample; if no path has such a token, the first one makes a sample.
     """
+    if episode.is_chain:
+        return [_whole(episode, advantage)]
     return [
         TrainSample(
             key=episode.key,
@@ -72,6 +74,26 @@ def paths(episode: EpisodeGraph, advantage: Credit) -> list[TrainSample]:
         )
         for path, masks in _masked_paths(episode)
     ]
+
+
+def _whole(episode: EpisodeGraph, advantage: Credit) -> TrainSample:
+    """Return the train sample of an episode whose turns form one path, as :func:`paths` makes it. Most episodes are of
+    this kind."""
+    path = range(len(episode.turns))
+    tokens = episode.path_tokens(path)
+    mask_T = tokens.sampled_T
+    end = 0
+    for turn in episode.turns:
+        begin, end = end, end + len(turn.tokens.ids_T)
+        if turn.untrained:
+            mask_T[begin:end] = False
+    return TrainSample(
+        key=episode.key,
+        tokens=tokens,
+        mask_T=mask_T,
+        advantage=advantage if isinstance(advantage, float) else _by_token(episode, path, advantage),
+        roles=tuple([(role_of(turn.author), len(turn.tokens.ids_T)) for turn in episode.turns]),
+    )
 
 
 def loss_places(episode: EpisodeGraph) -> list[tuple[int, npt.NDArray[np.int64]]]:

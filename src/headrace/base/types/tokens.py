@@ -112,6 +112,13 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return sampled_T
 
     @property
+    def any_sampled(self) -> bool:
+        """Return whether any of the tokens was sampled."""
+        if self.versions_T.base is _NO_VERSIONS:  # a short prompt
+            return False
+        return bool(len(self.ids_T)) and (int(self.versions_T[-1]) != NOT_SAMPLED or bool(self.sampled_T.any()))
+
+    @property
     def num_sampled(self) -> int:
         """Return the number of tokens that were sampled, by a policy of the run or by an agent with frozen weights."""
         return int(np.count_nonzero(self.versions_T != NOT_SAMPLED))

@@ -20,9 +20,10 @@ from headrace.control.state import RunState
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
+from headrace.rollout.siblings import SiblingRunner
 
-FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, EpisodeGraph]]
-"""The queue of episodes that have come to their end, each with its group."""
+FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Sequence[EpisodeGraph]]]
+"""The queue of episodes that have come to their end: those of one group that ended together, with their group."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
 """Called with each turn that was sampled, and the tokens of its prompt."""
 
@@ -73,6 +74,8 @@ class RolloutLoop:
             retries=state.parts.episode_retries,
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
         )
+        # episodes that may be withdrawn one by one run one by one
+        self._siblings = SiblingRunner.of(self._runner) if state.flow_config.first is None else None
 
     async def run(self) -> None:
         """Start groups until the last step has its batch; in a replay, until cancelled. Raises
@@ -160,7 +163,10 @@ class RolloutLoop:
         state.metrics.group_started(group.number, task.row)
         ended = {episode.key.place for episode in admission.ended}
         for episode in admission.ended:
-            episodes.create_task(self._finished.put((group, episode)))
+            episodes.create_task(self._finished.put((group, [episode])))
+        if self._siblings is not None and not ended and not admission.partial_turns:
+            episodes.create_task(self._run_together(group, self._siblings))
+            return
         for place in range(group.size):
             if place not in ended:
                 begun = [part for part in admission.partial_turns if part.key.place == place]
@@ -184,7 +190,7 @@ class RolloutLoop:
         start_s = self._state.parts.clock.now()
         key = EpisodeKey(group.number, place)
         if group.has_enough:
-            await self._finished.put((group, EpisodeGraph(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)))
+            await self._finished.put((group, [EpisodeGraph(key=key, status=EpisodeStatus.LEFT_OUT, cause=REDUNDANT)]))
             return
         withdrawal = group.running[place] = Withdrawal()
         self._attempted[key] = group.task
@@ -197,7 +203,29 @@ class RolloutLoop:
         self._state.metrics.episode_ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)
-        await self._finished.put((group, episode))
+        await self._finished.put((group, [episode]))
+
+    async def _run_together(self, group: OpenGroup, siblings: SiblingRunner) -> None:
+        """Run all episodes of a group at once by ``siblings``, and put those that end together into the queue of
+        finished ones."""
+        state = self._state
+        start_s = state.parts.clock.now()
+        keys = [EpisodeKey(group.number, place) for place in range(group.size)]
+        self._attempted.update(dict.fromkeys(keys, group.task))
+
+        async def pass_on(ended: Sequence[EpisodeGraph]) -> None:
+            """Count episodes that have ended, and put them into the queue."""
+            end_s = state.parts.clock.now()
+            for episode in ended:
+                state.metrics.episode_ended(episode, start_s, end_s)
+                if episode.status is EpisodeStatus.FINISHED:
+                    group.finished(episode)
+            await self._finished.put((group, ended))
+
+        with state.board.requesting("rollout", f"the {group.size} answers of a group", provider="engine"):
+            await siblings.run(group.number, group.size, group.task, pass_on)
+        for key in keys:
+            del self._attempted[key]
 
 
 def _other_prompt(ended: Sequence[EpisodeGraph], task: Task) -> bool:

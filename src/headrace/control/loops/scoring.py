@@ -41,7 +41,7 @@ class ScoringLoop:
     )
 
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
-        """Score the episodes that arrive in the queue ``finished``, each with its group."""
+        """Score the episodes that arrive in the queue ``finished``, with their group."""
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0
@@ -71,9 +71,9 @@ class ScoringLoop:
                 )
             while True:
                 with state.board.waiting("scoring", "a finished episode", on="rollout"):
-                    group, episode = await self._finished.get()
+                    group, episodes = await self._finished.get()
                 state.board.working("scoring", f"group {group.number}")
-                self._handle_episode(group, episode, scorings)
+                self._handle_episodes(group, episodes, scorings)
 
     @contextmanager
     def _show_turn_scoring(self) -> Iterator[None]:
@@ -108,28 +108,29 @@ class ScoringLoop:
         if self._turns is not None:
             self._turns.turn_ended(key, task, prompt_ids_T, turn)
 
-    def _handle_episode(self, group: OpenGroup, episode: EpisodeGraph, scorings: asyncio.TaskGroup) -> None:
-        """Begin to score an episode that has come to its end, as a task of ``scorings``. If the scorer needs whole
-        groups, the episode waits until its group is complete. An episode that has failed or was withdrawn is recorded
-        without a score."""
+    def _handle_episodes(self, group: OpenGroup, episodes: Sequence[EpisodeGraph], scorings: asyncio.TaskGroup) -> None:
+        """Begin to score episodes of one group that have come to their end together, as tasks of ``scorings``. If the
+        scorer needs whole groups, they wait until their group is complete. An episode that has failed or was withdrawn
+        is recorded without a score."""
         by_group = self._state.parts.scorer.by_group
-        earned = episode.status is EpisodeStatus.FINISHED and episode.reward is not None
-        if self._teaching is not None and not episode.status.ended:
-            self._teaching.start(group.task, episode)
-        if episode.status.ended:
-            if self._turns is not None:
-                self._turns.forget(episode.key)
-            self._finish_episodes(group, [episode])
-        elif earned:  # the environment has given the reward
-            scorings.create_task(self._finish_with_reward(group, episode, Graded(reward=episode.reward)))
-        elif not by_group:
-            scorings.create_task(self._score(group, [episode]))
-        else:
-            group.episodes[episode.key.place] = episode
+        unscored = []
+        for episode in episodes:
+            if self._teaching is not None and not episode.status.ended:
+                self._teaching.start(group.task, episode)
+            if episode.status.ended:
+                if self._turns is not None:
+                    self._turns.forget(episode.key)
+                self._finish_episodes(group, [episode])
+            elif episode.reward is not None:  # the environment has given the reward
+                scorings.create_task(self._finish_with_reward(group, episode, Graded(reward=episode.reward)))
+            elif by_group:
+                group.episodes[episode.key.place] = episode
+            else:
+                unscored.append(episode)
         if by_group and group.complete:
-            unscored = [e for e in group.in_order if not e.status.ended]
-            if unscored:
-                scorings.create_task(self._score(group, unscored))
+            unscored = [episode for episode in group.in_order if not episode.status.ended]
+        if unscored:
+            scorings.create_task(self._score(group, unscored))
 
     async def _score(self, group: OpenGroup, episodes: Sequence[EpisodeGraph]) -> None:
         """Score episodes of one group, add branches to those that have failed, and record them."""

@@ -18,21 +18,21 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from headrace.base.clock import Clock
-from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull
+from headrace.base.errors import ComponentDied, DeadlineError, EngineFull, NeedsFull, RequestError
 from headrace.base.types.episode import TokenChunk
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import PLAIN, RequestOptions
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.teacher_scores import TopScores
-from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.tokens import NO_TOKENS, FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
-from headrace.engine.base import Engine
+from headrace.engine.base import Engine, OnSiblingChunks, SiblingRequest, SiblingSource
 from headrace.engine.fleet.member import TICK_S, Member, StickyRoutes, combined, total
 from headrace.engine.fleet.routed import MAX_DEATHS_WITHOUT_TOKEN, RoutedRequest
 from headrace.engine.fleet.router import EngineState, Router
@@ -235,13 +235,94 @@ class Fleet:
     ) -> AsyncIterator[TokenChunk]:
         """Sample an answer on one of the engines. If the engine dies, another one continues; the reader of the stream
         sees one answer."""
-        routed = RoutedRequest(
+        async with aclosing(self._stream(self._routed(prompt_ids_T, sampling, options))) as stream:
+            async for chunk in stream:
+                yield chunk
+
+    async def generate_siblings(
+        self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        """Sample several answers to one prompt; see :class:`~headrace.engine.SiblingSource`. Each engine gets those
+        that are routed to it together. If it dies, its siblings continue one by one on other engines."""
+        routed = [self._routed(prompt_ids_T, sampling, options) for sampling, options in siblings]
+        try:
+            parts: dict[Member, list[int]] = {}
+            for index, each in enumerate(routed):
+                parts.setdefault(await self._assign(each), []).append(index)
+            if len(parts) == 1:
+                await self._siblings_of_one(next(iter(parts)), dict(enumerate(routed)), on_chunks)
+                return
+            async with asyncio.TaskGroup() as group:
+                for member, places in parts.items():
+                    part = {index: routed[index] for index in places}
+                    group.create_task(self._siblings_of_one(member, part, on_chunks))
+        finally:
+            for each in routed:
+                self._router.end(each.number)
+
+    async def _siblings_of_one(
+        self, member: Member, routed: dict[int, RoutedRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        """Sample the siblings ``routed``, by their indices, on the engine ``member``, to which they are assigned; those
+        that it does not end, because it cannot sample siblings together, is full or dies, one by one."""
+        places = list(routed)
+
+        async def pass_on(arrived: Sequence[tuple[int, TokenChunk]]) -> None:
+            """Record chunks of the engine, and pass them on with the indices of the caller. A request that the full
+            engine has refused is kept, to be made elsewhere."""
+            passed_on = []
+            for at, chunk in arrived:
+                index = places[at]
+                if chunk.error_kind == EngineFull.__name__:
+                    routed[index].avoid.add(member.name)
+                else:
+                    passed_on.append((index, self._on_chunk(routed[index], member, chunk)))
+            await on_chunks(passed_on)
+
+        death: ComponentDied | None = None
+        if isinstance(member.engine, SiblingSource):
+            prompt_ids_T = routed[places[0]].prompt_ids_T
+            requests = [SiblingRequest(each.sampling, each.options) for each in routed.values()]
+            try:
+                await member.engine.generate_siblings(prompt_ids_T, requests, pass_on)
+            except ComponentDied as error:
+                self._drop(member)
+                death = error
+            except EngineFull:
+                pass  # one by one, some may find room, there or elsewhere
+        left = {index: each for index, each in routed.items() if not each.ended}
+        if left:
+            async with asyncio.TaskGroup() as group:
+                for index, each in left.items():
+                    group.create_task(self._sibling_alone(index, each, on_chunks, death))
+
+    async def _sibling_alone(
+        self, index: int, routed: RoutedRequest, on_chunks: OnSiblingChunks, death: ComponentDied | None
+    ) -> None:
+        """Sample the sibling ``index`` to its end by a request of its own. ``death`` is the end of the engine that had
+        it; ``None`` if it had none. An error of the request becomes its last chunk."""
+        self._router.end(routed.number)
+        try:
+            if death is not None:
+                routed.on_engine_death(death)
+            async with aclosing(self._stream(routed)) as stream:
+                async for chunk in stream:
+                    await on_chunks([(index, chunk)])
+        except RequestError as error:
+            await on_chunks([(index, TokenChunk(request_id=routed.number, tokens=NO_TOKENS).failed(error))])
+
+    def _routed(self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions) -> RoutedRequest:
+        """Return the record of a new request, which no engine has yet."""
+        return RoutedRequest(
             number=next(self._numbers),
             prompt_ids_T=prompt_ids_T,
             sampling=sampling,
             options=options,
             arrived_s=self._clock.now(),
         )
+
+    async def _stream(self, routed: RoutedRequest) -> AsyncGenerator[TokenChunk, None]:
+        """Yield the chunks of the request to its end, from one engine after the other where engines die."""
         part: Any = None
         try:
             while not routed.ended:

@@ -37,7 +37,7 @@ class RoutedRequest:
     options: RequestOptions
     arrived_s: float
     ended: bool = False
-    """Whether a chunk with a stop reason has arrived."""
+    """Whether its last chunk has arrived."""
     avoid: set[str] = field(default_factory=set)
     """The names of engines that refused it because they are full."""
     _streamed: list[IntColumn] = field(default_factory=list)
@@ -94,7 +94,7 @@ class RoutedRequest:
             self._version, self._deaths_without_token = int(chunk.tokens.versions_T[-1]), 0
         routing = None if self._sent_routing else chunk.prompt_routing
         self._sent_routing |= routing is not None
-        self.ended = chunk.stop_reason is not None
+        self.ended = chunk.ended
         return msgspec.structs.replace(chunk, request_id=self.number, prompt_routing=routing)
 
     def on_engine_death(self, death: ComponentDied) -> None:

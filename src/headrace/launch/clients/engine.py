@@ -40,8 +40,10 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.engine import PLAIN, RequestOptions
+from headrace.engine.base import OnSiblingChunks, SiblingRequest
 from headrace.launch.channel import OrdersEnd
 from headrace.launch.clients.peer import Peer, error_of
+from headrace.launch.clients.streams import RequestStream, SiblingArrivals, SiblingStream
 
 R = TypeVar("R", StageOutcome, Committed)
 
@@ -70,7 +72,7 @@ class EngineClient(Peer):
         self._max_requests = max_requests
         self._committing: set[int] = set()
         self._request_ids = itertools.count()
-        self._streams: dict[int, asyncio.Queue[TokenChunk | Exception]] = {}
+        self._streams: dict[int, RequestStream | SiblingStream] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
         self._outcome: StageOutcome | None = None
@@ -87,21 +89,14 @@ class EngineClient(Peer):
         """Send a request to the engine, and yield the chunks of its answer. If the caller stops reading early, the
         request is aborted. Raises :class:`~headrace.base.errors.EngineFull` if ``max_requests`` are waiting or running
         already, and :class:`~headrace.base.errors.ComponentDied` if the engine dies."""
-        self._refuse_closed()
-        if len(self._streams) >= self._max_requests:
-            raise EngineFull(
-                f"{self.name} has {len(self._streams)} requests waiting or running, as many as it takes",
-                remedy="try again later, or raise max_requests",
-            )
+        self._refuse(1)
         request_id = next(self._request_ids)
-        # at most one chunk for each token, one chunk that ends the request, and one error
-        stream: asyncio.Queue[TokenChunk | Exception] = asyncio.Queue(maxsize=sampling.max_new_tokens + 2)
-        self._streams[request_id] = stream
+        stream = self._streams[request_id] = RequestStream(sampling.max_new_tokens)
         self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sampling, options))
         ended = False
         try:
             while not ended:
-                chunk = await stream.get()
+                chunk = await stream.next()
                 if isinstance(chunk, Exception):  # the request never reached the engine, or the engine has died
                     ended = True
                     raise chunk
@@ -112,6 +107,30 @@ class EngineClient(Peer):
             del self._streams[request_id]
             if not ended and self._closed is None:
                 self.send(Abort(request_ids=(request_id,)))
+
+    async def generate_siblings(
+        self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        """Send several requests with one prompt to the engine, and pass the chunks of their answers on; see
+        :class:`~headrace.engine.SiblingSource`. Raises as :meth:`generate` does, before anything is sent if not all of
+        them may be sent."""
+        self._refuse(len(siblings))
+        arrivals = SiblingArrivals()
+        request_ids = [next(self._request_ids) for _ in siblings]
+        for index, (request_id, sibling) in enumerate(zip(request_ids, siblings, strict=True)):
+            self._streams[request_id] = SiblingStream(arrivals, index)
+            self._send_soon(GenerateRequest.of(request_id, prompt_ids_T, sibling.sampling, sibling.options))
+        running = set(range(len(siblings)))
+        try:
+            while running:
+                arrived = await arrivals.next()
+                running.difference_update([index for index, chunk in arrived if chunk.ended])
+                await on_chunks(arrived)
+        finally:
+            for request_id in request_ids:
+                del self._streams[request_id]
+            if running and self._closed is None and arrivals.error is None:
+                self.send(Abort(request_ids=tuple(request_ids[index] for index in sorted(running))))
 
     @property
     def weights_address(self) -> str:
@@ -249,7 +268,7 @@ class EngineClient(Peer):
             return
         self._closed = why
         for stream in self._streams.values():
-            stream.put_nowait(self._closed)
+            stream.fail(self._closed)
         for answer in list(self._expected.values()):
             if not answer.done():
                 answer.set_exception(self._closed)
@@ -267,11 +286,18 @@ class EngineClient(Peer):
         self._stats = message.stats
         for chunk in message.chunks:
             stream = self._streams.get(chunk.request_id)
-            if stream is None:  # no task reads this stream any more
-                continue
-            while chunk.lost and not stream.empty():  # these tokens are lost and must not be read
-                stream.get_nowait()
-            stream.put_nowait(chunk)
+            if stream is not None:  # else no task reads this stream any more
+                stream.put(chunk)
+
+    def _refuse(self, num_requests: int) -> None:
+        """Raise the error of a request that cannot be sent together with as many others as make ``num_requests``: this
+        client has ended, or its engine takes no more."""
+        self._refuse_closed()
+        if len(self._streams) + num_requests > self._max_requests:
+            raise EngineFull(
+                f"{self.name} has {len(self._streams)} requests waiting or running, as many as it takes",
+                remedy="try again later, or raise max_requests",
+            )
 
     def _refuse_closed(self) -> None:
         """Raise the :class:`~headrace.base.errors.ComponentDied` with which this client ended, if it has ended."""
@@ -295,4 +321,4 @@ class EngineClient(Peer):
         except Exception as error:  # noqa: BLE001 - the edge of a callback: the streams get the error
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:
-                    stream.put_nowait(error)
+                    stream.fail(error)

@@ -28,7 +28,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -393,6 +393,10 @@ class WorkerPool(ABC, Generic[W, C, A]):
             async with self._capacity.held(first=found is not None):
                 found = await self._attempt_in_shared(call)
         return found
+
+    def capacity_for_one(self) -> AbstractAsyncContextManager[None]:
+        """Return a context that waits for capacity for one call in the shared workers, and holds it."""
+        return self._capacity.held()
 
     async def _attempt_in_shared(self, call: C) -> A | CallLoss:
         """Make a call in a shared worker, and again as long as its worker ends and the policy for suspects lets the

@@ -24,9 +24,11 @@ from headrace.base.types.task import Task
 from headrace.base.types.trace import Span
 from headrace.launch.clients.pool import CallLoss, PoolCall, PoolConfig, Worker, WorkerGroup, WorkerPool, WorkerProcess
 from headrace.launch.clients.suspects import OneByOne
-from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Scores, ScoringContext
+from headrace.rollout.scoring import NO_CONTEXT, AnyReward, Graded, Scores, ScoringContext
 from headrace.rollout.scoring.rubric import Rubric, RubricPart
 
+SHORT_S = 5e-3
+"""Seconds that the calls of one order may take together, by what calls took of late."""
 MOST_BLOCKED = 8
 """Number of calls in a row that may block their worker before the others are not made any more."""
 
@@ -123,13 +125,37 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         self.wants: frozenset[str] = frozenset()
         """The names of the optional columns that the reward function takes; known when a worker is ready."""
         self._timeout_s = config.timeout_s
+        self._mean_s = math.inf
+        """Mean seconds of a call of the reward function, as the worker that answered last has measured it; infinite
+        before the first answer."""
         self._num_tried = 0  # calls that are being made
         self._num_blocked = 0  # calls in a row that blocked their worker until they were late
 
     async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
         """Score completions of ``task`` by the reward function in a worker, and return their rewards or the failure.
-        ``context`` has what optional columns need."""
-        return await self._answer(self._request(task, completions, context))
+        ``context`` has what optional columns need.
+
+        A reward function that scores one completion at a time is called for each by itself: in one order to a worker if
+        its calls are so short that the order would cost more than they, else in several orders side by side."""
+        request = self._request(task, completions, context)
+        if self.by_group or len(completions) == 1:
+            return await self._answer(request)
+        if len(completions) * self._mean_s <= SHORT_S:
+            together = await self._in_one_order(request)
+            if together is not None:
+                return together
+        async with asyncio.TaskGroup() as group:
+            calls = [group.create_task(self._answer(request.single(index))) for index in range(len(completions))]
+        return _joined([call.result().of(0) for call in calls])
+
+    async def _in_one_order(self, request: ScoreCompletions) -> Scores | None:
+        """Let a worker score all completions of ``request``, one after the other, and return their scores; ``None`` if
+        the order was lost or late, so that it is not known which of the calls is to blame."""
+        async with self.capacity_for_one():
+            found = await self.attempt_in(await self.worker(), ScoreCall(request=request))
+        if isinstance(found, CallLoss) or found.failure:
+            return None
+        return found
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
@@ -207,7 +233,14 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             begun.cancel()
             scored.cancel()
         worker.group.idle_deaths, worker.answered, self._num_blocked = 0, True, 0
-        return Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
+        self._mean_s = answer.mean_s
+        scores = Scores(rewards=answer.rewards, failure=answer.error, metrics=answer.metrics, extra=answer.extra)
+        if not answer.errors:
+            return scores
+        each = enumerate(answer.errors)
+        return msgspec.structs.replace(
+            scores, graded=tuple(msgspec.structs.replace(scores.of(at), failure=error) for at, error in each)
+        )
 
     async def _in_time(self, worker: ScoringWorker, scored: asyncio.Future[Scored]) -> Scored:
         """Wait up to the pool's time limit for ``scored``, the answer of a call that has begun, and return it. If it
@@ -258,6 +291,11 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             f"a scoring worker has begun with no call for {self._timeout_s:g} s ({worker.process.peer.name} "
             f"{await worker.process.halted() or 'does not answer'}): it is replaced, its calls are made again"
         )
+
+
+def _joined(graded: Sequence[Graded]) -> Scores:
+    """Return the scores of completions that were scored one by one."""
+    return Scores(rewards=tuple(each.reward for each in graded), graded=tuple(graded))
 
 
 def _mark_begun(begun: asyncio.Future[Any], _: asyncio.Future[Any]) -> None:

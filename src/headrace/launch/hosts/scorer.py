@@ -4,7 +4,9 @@ many requests at the same time. Each request has a number, its *call*."""
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pydantic
@@ -15,6 +17,7 @@ from headrace.launch.channel import PartChannel
 from headrace.launch.hosts.worker import serve
 from headrace.launch.starts import ScorerStart
 from headrace.rollout.scoring import AnyReward, RewardConfig, RewardFunction
+from headrace.rollout.scoring.base import Grader, TimedGrader
 
 _SECTION: pydantic.TypeAdapter[AnyReward] = pydantic.TypeAdapter(RewardConfig)
 """The reader of the component's settings."""
@@ -53,21 +56,48 @@ async def _serve(start: ScorerStart, channel: PartChannel) -> None:
 
     async def score(request: ScoreCompletions) -> None:
         """Score the completions of one request, as soon as fewer than ``concurrency`` others are being scored, and send
-        the result. A report that the call has begun is sent when the reward is called."""
+        the result. A report that the call has begun is sent when the reward is first called."""
         async with at_once:
-            scores = await reward.score(request, lambda: channel.send(Started(call=request.call)))
-        channel.send(
-            Scored(
-                call=request.call,
-                rewards=scores.rewards,
-                error=scores.failure,
-                metrics=scores.metrics,
-                extra=scores.extra,
-            )
-        )
+            scored = await _scored(reward, request, lambda: channel.send(Started(call=request.call)))
+        channel.send(scored)
 
     def handle(request: ScoreCompletions, calls: asyncio.TaskGroup) -> None:
         """Start a task that scores ``request``."""
         calls.create_task(score(request))
 
     await serve(channel, handle, facts={"by_group": int(reward.by_group), "wants": " ".join(sorted(reward.wants))})
+
+
+async def _scored(reward: Grader, request: ScoreCompletions, on_start: Callable[[], None]) -> Scored:
+    """Return the answer to a request: of one call of the reward if it takes all completions at once or there is only
+    one, else of one call after the other. ``on_start`` is called when the first of them begins."""
+    if reward.by_group or len(request.completions) == 1:
+        scores = await reward.score(request, on_start)
+        return Scored(
+            call=request.call,
+            rewards=scores.rewards,
+            error=scores.failure,
+            metrics=scores.metrics,
+            extra=scores.extra,
+            mean_s=_mean_s(reward),
+        )
+    found = []
+    for index in range(len(request.completions)):
+        scores = await reward.score(request.single(index), on_start if index == 0 else lambda: None)
+        found.append(scores.of(0))
+    metrics: dict[str, tuple[float, ...]] = {}
+    for each in found:
+        metrics |= {name: (*metrics.get(name, ()), *values) for name, values in each.metrics.items()}
+    return Scored(
+        call=request.call,
+        rewards=tuple(each.reward for each in found),
+        metrics=metrics,
+        extra=tuple(each.extra for each in found) if any(each.extra for each in found) else (),
+        errors=tuple(each.failure for each in found) if any(each.failure for each in found) else (),
+        mean_s=_mean_s(reward),
+    )
+
+
+def _mean_s(reward: Grader) -> float:
+    """Return the mean seconds of a call of the reward; infinite if they are not measured."""
+    return reward.times.mean_s if isinstance(reward, TimedGrader) else math.inf

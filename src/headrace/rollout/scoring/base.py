@@ -6,14 +6,17 @@ completion ─▶ grade ─▶ clamp ─▶ × weight ─▶ Σ ─▶ reward of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, Protocol, Self, TypeVar
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import msgspec
 import pydantic
 from pydantic import Field
 
+from headrace.base.clock import RealClock
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError
 from headrace.base.types.messages.scorer import ScoreCompletions, TrainerState
@@ -21,6 +24,8 @@ from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 
 T = TypeVar("T")
+NEWEST_SHARE = 0.02
+"""The weight of the newest call in the mean time of a grader's calls."""
 
 
 class Graded(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +148,35 @@ class TurnScorer(Protocol):
         """Return the value of each component over all turns of an episode, by name, from the results of
         :meth:`score_turn`."""
         ...
+
+
+class CallTimes:
+    """The mean time of a grader's calls, where newer calls count more."""
+
+    def __init__(self) -> None:
+        """Begin without a call."""
+        self.mean_s = math.inf
+        """The mean in seconds; infinite before the first call."""
+        self._clock = RealClock()
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Count the time of the body as that of a call."""
+        start_s = self._clock.now()
+        try:
+            yield
+        finally:
+            seconds = self._clock.now() - start_s
+            known = math.isfinite(self.mean_s)
+            self.mean_s = self.mean_s + NEWEST_SHARE * (seconds - self.mean_s) if known else seconds
+
+
+@runtime_checkable
+class TimedGrader(Protocol):
+    """A grader that measures its calls, so that several of them can be ordered at once while they are short."""
+
+    times: CallTimes
+    """The times of its calls, without any wait before them."""
 
 
 class Grader(Protocol):

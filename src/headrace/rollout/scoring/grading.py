@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from headrace.base.clock import being_cancelled
 from headrace.base.errors import HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.rollout.scoring.base import ContextField, Scores
+from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
 
 
 class Unscorable(HeadraceError):
@@ -29,6 +29,7 @@ class BlockingGrader:
         reward."""
         self._grade = grade
         self._executor = executor
+        self.times = CallTimes()
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         """Grade the completion of ``request`` in a thread, and return its scores; ``on_start`` is called when the
@@ -36,7 +37,8 @@ class BlockingGrader:
 
         def call() -> float | None:
             on_start()
-            return self._grade(request)
+            with self.times.measured():
+                return self._grade(request)
 
         return await as_scores(asyncio.get_running_loop().run_in_executor(self._executor, call))
 

@@ -18,7 +18,7 @@ from headrace.base.clock import being_cancelled
 from headrace.base.config.user_code import find_in_file, load_file, where
 from headrace.base.errors import ConfigError, EnvError
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.rollout.scoring.base import ContextField, Scores
+from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
 from headrace.rollout.scoring.signature import NOT_COLUMNS, signature_of
 
 LARGEST = float(np.finfo(np.float32).max)
@@ -71,6 +71,7 @@ class RewardFunction:
         self.name = _name(function)
         self.signature = signature_of(function)
         self.by_group = self.signature.by_group
+        self.times = CallTimes()
         self.signature.refuse_form(self.name)
 
     @property
@@ -104,12 +105,14 @@ class RewardFunction:
         call = functools.partial(self._function, **self._arguments(request, log))
         if self._is_async:
             on_start()
-            return await call(), None
+            with self.times.measured():
+                return await call(), None
 
         def begin() -> tuple[Any, BaseException | None]:
             """Report that the call begins, then make it."""
             on_start()
-            return _outcome(call)
+            with self.times.measured():
+                return _outcome(call)
 
         returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
         return (await returned, None) if inspect.isawaitable(returned) else (returned, error)

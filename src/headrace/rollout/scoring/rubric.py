@@ -117,10 +117,10 @@ class Rubric:
     async def _grade(
         self, component: RubricPart, task: Task, completions: tuple[str, ...], context: ScoringContext
     ) -> Scores:
-        """Return one component's scores of all completions, computed at once or one by one as the component
-        requires."""
+        """Return one component's scores of all completions. If failed calls are made again, each completion that is
+        scored by itself has calls of its own."""
         graders = component.graders
-        if graders.by_group or len(completions) == 1:
+        if graders.by_group or len(completions) == 1 or not component.section.retries:
             return await self._with_retries(component, partial(graders.score, task, completions, context))
         calls = [
             partial(graders.score, task, (completion,), context.at(index))

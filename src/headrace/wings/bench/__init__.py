@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BENCHMARKS = {
     "agents": "two agents with long tails of length: tokens trained per second, paced and behind a barrier",
     "algo": "loss and correction as a part of a learner's step",
+    "controller": "episodes and tokens that one controller carries, over the sockets of a thousand engines",
     "distill": "the demo's model taught by a larger one, and by its own past",
     "engine": "generated tokens per second beside transformers and vLLM; first token; commit gaps",
     "fleet": "several engines: what routing costs, whom a slow one slows, what commits and deaths cost",

@@ -26,9 +26,10 @@ def bench(
     quick: bool = typer.Option(
         False,
         "--quick",
-        help="agents, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: small sizes, as a trial.",
+        help="agents, controller, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: a trial.",
     ),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
+    before: str = typer.Option("", metavar="PYTHON", help="controller: an interpreter of an earlier headrace, beside."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
     tasks: str = typer.Option("", metavar="NAME,NAME", help="learning: demo, slow, long, gym."),
@@ -53,7 +54,7 @@ def bench(
 
     progress = console(stderr=True)
     given = {
-        "threads": threads, "quick": quick, "vllm": vllm,
+        "threads": threads, "quick": quick, "vllm": vllm, "before": before,
         "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
     }  # fmt: skip
     result = run_benchmark(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
+from typing import Any, Never
 
 import msgspec
 import numpy as np
@@ -32,27 +32,40 @@ def _decode_array(code: int, data: memoryview) -> Any:
     """Return the array that an extension of MessagePack contains; msgspec calls this with the extension's ``code`` and
     bytes. Any code but that of arrays is refused."""
     if code != _ARRAY:
-        return _refuse(f"unknown extension code {code}")
+        _refuse(f"unknown extension code {code}")
     return _read_array(bytes(data))
 
 
 def _read_array(data: bytes) -> Any:
     """Return the array that ``data`` encodes: a header with dtype and shape, then the raw bytes. Invalid data is
     refused."""
-    dtype, colon, rest = data.partition(b":")
-    shape, bar, body = rest.partition(b"|")
-    if not colon or not bar or dtype.decode("ascii", "replace") not in _DTYPES:
-        return _refuse("an array with an unknown header")
+    end = data.find(b"|", 1)  # the dtype of bytes begins with this sign
+    if end < 0:
+        _refuse("an array with an unknown header")
+    dtype, sizes = _parsed(data[:end])
     try:
-        sizes = [int(size) for size in shape.split(b",") if size]
-        if any(size < 0 for size in sizes):
-            return _refuse(f"an array of shape {sizes}")
-        return np.frombuffer(body, dtype=np.dtype(dtype.decode())).reshape(sizes)
+        array = np.frombuffer(data[end + 1 :], dtype)  # a copy, which is aligned
+        return array if sizes == array.shape else array.reshape(sizes)
     except (ValueError, OverflowError) as error:
-        return _refuse(str(error))
+        _refuse(str(error))
 
 
-def _refuse(reason: str) -> Any:
+@lru_cache(maxsize=4096)
+def _parsed(head: bytes) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """Return the dtype and the shape that a header says. An invalid one is refused."""
+    dtype, colon, shape = head.partition(b":")
+    if not colon or dtype.decode("ascii", "replace") not in _DTYPES:
+        _refuse("an array with an unknown header")
+    try:
+        sizes = tuple(int(size) for size in shape.split(b",") if size)
+    except ValueError as error:
+        _refuse(str(error))
+    if any(size < 0 for size in sizes):
+        _refuse(f"an array of shape {list(sizes)}")
+    return np.dtype(dtype.decode()), sizes
+
+
+def _refuse(reason: str) -> Never:
     """Raise the error for data that is not a valid message; ``reason`` says what is wrong."""
     raise msgspec.ValidationError(reason)
 

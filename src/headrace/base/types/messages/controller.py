@@ -7,6 +7,7 @@ took, and ``spans`` the activities of the part since its last message.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -235,6 +236,11 @@ class Scored(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     extra: tuple[dict[str, Any], ...] = ()
     """The values that the reward function passed to ``log_extra``: one dictionary of columns for each completion; empty
     if it passed none."""
+    errors: tuple[str, ...] = ()
+    """Where the completions were scored one by one: for each, why it has no reward, or an empty text; empty if all have
+    been scored, or were scored at once."""
+    mean_s: float = math.inf
+    """Mean seconds of a call of the reward function in this worker; infinite if they are not measured."""
 
 
 class ModelQuery(msgspec.Struct, frozen=True, kw_only=True, tag=True):

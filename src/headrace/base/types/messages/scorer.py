@@ -42,8 +42,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to score completions of one row: a single one, or all of a group for a reward function that takes
-    lists."""
+    """The order to score completions of one row: at once by a reward function that takes lists, else one by one."""
 
     call: int
     prompt: Any
@@ -60,6 +59,13 @@ class ScoreCompletions(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The sampled tokens of each completion, a stop token included; empty unless the reward function uses them."""
     trainer: TrainerState = TrainerState()
     """The state of the run; the default unless the reward function uses it."""
+
+    def single(self, index: int) -> ScoreCompletions:
+        """Return the order to score only the completion at ``index``."""
+        at = slice(index, index + 1)
+        return msgspec.structs.replace(
+            self, completions=self.completions[at], completion_ids=self.completion_ids[at]
+        )  # fmt: skip
 
 
 Message = ScoreCompletions | Shutdown

@@ -1,0 +1,81 @@
+"""The controller by itself: how many episodes and tokens a second one process carries, over the real sockets of up to a
+thousand engines that answer at once, with its ledger, and a learner that takes no time.
+
+With ``before``, an interpreter that has an earlier version of the package, the same is measured there too, in turns.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.resources import as_file, files
+from typing import Any
+
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+
+Spec = dict[str, Any]
+CASES: dict[str, tuple[Spec, str, float]] = {
+    "answers of 4 tokens": (
+        {"groups": 64, "group_size": 4, "tokens": 4, "turns": 1, "given": 0, "episodes": 40_000},
+        "episodes_s",
+        6000.0,
+    ),
+    "answers of 2,048 tokens": (
+        {"groups": 32, "group_size": 8, "tokens": 2048, "turns": 1, "given": 0, "episodes": 4000},
+        "tokens_s",
+        700_000.0,
+    ),
+    "agents of 20 turns and 16,000 tokens": (
+        {"groups": 16, "group_size": 4, "tokens": 200, "turns": 20, "given": 600, "episodes": 700},
+        "tokens_s",
+        3_000_000.0,
+    ),
+}
+"""For each case: the run, the figure that counts, and its aim."""
+ENGINES, FLUSH = 1000, 64
+ROUNDS = 3
+QUICK_SHARE = 20
+"""The part of the episodes, and of the engines, with which a quick run does."""
+MOST_MB = 600.0
+"""The most memory of the controller, in MiB."""
+TIMEOUT_S = 600.0
+
+
+def measure(on_progress: Callable[[str], None], quick: bool = False, before: str = "") -> Report:
+    """Run every case :data:`ROUNDS` times, in turns with the interpreter ``before`` if there is one, and return rows
+    and targets. With ``quick``, each runs once and small."""
+    pythons = {"now": sys.executable, **({"before": before} if before else {})}
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for name, (spec, figure, aim) in CASES.items():
+        whole = {**spec, "engines": ENGINES, "flush": FLUSH}
+        if quick:
+            whole |= {"engines": ENGINES // QUICK_SHARE, "episodes": spec["episodes"] // QUICK_SHARE}
+        found: dict[str, list[Row]] = {side: [] for side in pythons}
+        for round_ in range(1 if quick else ROUNDS):
+            for side, python in pythons.items():
+                on_progress(f"{name}, {side}, round {round_ + 1}")
+                found[side].append({"case": name, "side": side, "engines": whole["engines"], **_run(python, whole)})
+        rows += [row for side in found.values() for row in side]
+        now = statistics.median(row[figure] for row in found["now"])
+        targets.append(at_least(f"{name}: {figure}", now, aim, "1/s"))
+        targets.append(at_most(f"{name}: peak memory", max(row["peak_mb"] for row in found["now"]), MOST_MB, "MiB"))
+        if before:
+            ratio = now / statistics.median(row[figure] for row in found["before"])
+            targets.append(at_least(f"{name}: {figure} / before", ratio, 1.0, "ratio"))
+    return report(rows, targets)
+
+
+def _run(python: str, spec: Spec) -> Row:
+    """Return the figures of one run, which the interpreter ``python`` makes in a process of its own."""
+    with as_file(files("headrace.wings.bench") / "controller_side.py") as side:
+        made = subprocess.run(
+            [python, str(side), json.dumps(spec)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+        )
+    if made.returncode:
+        raise RuntimeError(f"the controller of {python} ended with status {made.returncode}: {made.stderr[-2000:]}")
+    figures: Row = json.loads(made.stdout.splitlines()[-1])
+    return figures

@@ -1,0 +1,240 @@
+"""One side of the controller benchmark, in a process of its own: a whole controller with its ledger, over real sockets
+to engines without a model. It uses only what earlier versions of the package have too, so that the code before a change
+can be measured by the same file, with another interpreter.
+
+    python controller_side.py '{"engines": 1000, "tokens": 4, ...}'
+
+It prints one JSON object with the figures.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import resource
+import secrets
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.clock import RealClock
+from headrace.base.heap import gc_frozen
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages import controller as reports
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.scored import ScoredGroup
+from headrace.base.types.task import Task
+from headrace.base.types.tokens import FloatColumn
+from headrace.base.types.weights import Manifest, WeightUpdate
+from headrace.control import Components, Controller, ControlSettings, RunSection
+from headrace.control.observer import Observers
+from headrace.control.recovery import starting_point
+from headrace.engine.fleet import Fleet
+from headrace.flow import FlowConfig
+from headrace.flow.ledger import SqliteLedger, ThreadedWriter
+from headrace.flow.pacing import Eager
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.clients.engine import EngineClient
+from headrace.learner.base import Publication
+from headrace.rollout.environments import AttemptOutcome, SingleTurn
+from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
+
+ENGINES = Path(__file__).with_name("controller_engines.py")
+"""The program of the engines."""
+PROMPT_TOKENS = 16
+NUM_TASKS = 64
+
+
+class NoLearner:
+    """A learner that trains in no time, and whose weights are empty."""
+
+    def __init__(self) -> None:
+        """Begin without trained tokens."""
+        self.ends: list[tuple[float, float, int]] = []
+        """For each step: the time, the processor time of this process, and the tokens trained until then."""
+
+    async def train(self, batch: Batch) -> StepReport:
+        """Return the report of a step that takes no time."""
+        before = self.ends[-1][2] if self.ends else 0
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        self.ends.append((RealClock().now(), used.ru_utime + used.ru_stime, before + batch.num_tokens))
+        return StepReport(
+            step=batch.step,
+            metrics={},
+            trained_tokens=batch.num_loss_tokens,
+            dropped_tokens={},
+            log_pi_N=batch.logprobs_N,
+            seconds=0.0,
+        )
+
+    async def logprobs(self, batch: Batch) -> FloatColumn:
+        """Return the engine's logprobs."""
+        return batch.logprobs_N
+
+    async def snapshot(self, version: int, slot: int) -> Publication:
+        """Return a publication without weights."""
+        return Publication(version=version, slot=slot, exposed_s=0.0)
+
+    async def published(self, publication: Publication) -> WeightUpdate:
+        """Return an update without weights."""
+        empty = Manifest(entries=(), total_bytes=0)
+        return WeightUpdate(
+            version=publication.version, slot=publication.slot, path="", manifest=empty, checksums=()
+        )  # fmt: skip
+
+    async def resend(self, publication: Publication) -> WeightUpdate:
+        """Return the same update."""
+        return await self.published(publication)
+
+    async def save(self, directory: Path) -> None:
+        """Write nothing: there are no weights."""
+
+
+class Alternating:
+    """A scorer that rewards every other answer, at once."""
+
+    by_group = False
+
+    def __init__(self) -> None:
+        """Begin with a reward of 0."""
+        self._numbers = itertools.count()
+
+    async def score(self, task: Task, completions: tuple[str, ...], context: ScoringContext = NO_CONTEXT) -> Scores:
+        """Return a reward of 0 or 1 for each completion."""
+        return Scores(rewards=tuple([float(next(self._numbers) % 2) for _ in completions]))
+
+
+class AgentLike:
+    """An environment of many turns: after every answer, the model reads as many new tokens as ``given``."""
+
+    asks_prompt = False
+
+    def __init__(self, turns: int, given: int) -> None:
+        """Let an episode have ``turns`` answers, with ``given`` tokens before each."""
+        self._turns = turns
+        self._given = np.arange(given, dtype=np.int32) % 89
+
+    async def run(self, task: Task, episode: Any) -> AttemptOutcome:
+        """Sample all answers, one after the other."""
+        ids_T = np.concatenate([task.prompt_ids_T, self._given])
+        for _ in range(self._turns):
+            reply = await episode.sample(ids_T)
+            ids_T = np.concatenate([ids_T, np.array(reply.token_ids, np.int32), self._given])
+        return AttemptOutcome(reward=float(sum(map(ord, str(episode.key))) % 2))
+
+
+def centred(groups: Sequence[ScoredGroup]) -> list[float]:
+    """Return the reward of each counted episode minus the mean of its group."""
+    found: list[float] = []
+    for group in groups:
+        rewards = [episode.reward or 0.0 for episode in group.counted]
+        mean = sum(rewards) / len(rewards)
+        found += [reward - mean for reward in rewards]
+    return found
+
+
+def parts_of(spec: dict[str, Any], fleet: Fleet, directory: Path) -> Components:
+    """Return the components of a run as ``spec`` says, on the engines of ``fleet``."""
+    prompts = np.arange(NUM_TASKS * PROMPT_TOKENS, dtype=np.int32).reshape(NUM_TASKS, PROMPT_TOKENS)
+    turns = int(spec["turns"])
+    return Components(
+        engine=fleet,
+        engine_set=fleet,
+        scorer=Alternating(),
+        env=AgentLike(turns, int(spec["given"])) if turns > 1 else SingleTurn(),
+        clock=RealClock(),
+        tasks=[
+            Task(row_index=index, row={"prompt": ""}, prompt="", prompt_ids_T=prompt_ids_T)
+            for index, prompt_ids_T in enumerate(prompts)
+        ],
+        eval_tasks=[],
+        sampling=Sampling(max_new_tokens=spec["tokens"]),
+        max_context=1 << 20,
+        decode=lambda ids: "x" * len(ids),
+        learner=NoLearner(),
+        advantages=centred,
+        run_dir=directory,
+    )
+
+
+def settings_of(spec: dict[str, Any]) -> ControlSettings:
+    """Return the settings of the controller: as many steps as make ``spec["episodes"]`` episodes, with groups that
+    start as soon as the bound allows."""
+    flow = FlowConfig(groups_per_step=spec["groups"], group_size=spec["group_size"], max_age=2, pacing=Eager())
+    steps = max(4, int(spec["episodes"]) // (flow.groups_per_step * flow.group_size))
+    run = RunSection(steps=steps, checkpoint_every=10**9)
+    return ControlSettings(run=run, flow=flow, order=lambda number: number % NUM_TASKS)
+
+
+def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack) -> list[EngineClient]:
+    """Start the process of the engines, and return their clients, which are not ready yet."""
+    token, names = secrets.token_hex(16), [f"engine-{number}" for number in range(spec["engines"])]
+    channels = [ControllerChannel(directory, name, reports.Message) for name in names]
+    command = [sys.executable, str(ENGINES), str(directory), str(len(names)), str(spec["flush"])]
+    engines = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    stack.callback(engines.wait)
+    stack.callback(engines.kill)
+    assert engines.stdin is not None
+    engines.stdin.write(f"{token}\n")
+    engines.stdin.flush()
+    return [
+        EngineClient(name, channel, token=token, on_spans=lambda spans: None, deadline_s=120.0)
+        for name, channel in zip(names, channels, strict=True)
+    ]
+
+
+async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLearner:
+    """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the
+    times."""
+    settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
+    parts = parts_of(spec, fleet, directory)
+    flow = settings.flow
+    ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)
+    stack.callback(ledger.close)
+    writer = ThreadedWriter(ledger)
+    stack.callback(writer.close)
+    clients = open_engines(spec, directory, stack)
+    async with asyncio.TaskGroup() as group:
+        listening = [group.create_task(client.listen()) for client in clients]
+        for client in clients:
+            await client.ready
+            fleet.join(client.name, client)
+        controller = Controller(parts, settings, ledger=ledger, writer=writer, observers=Observers([]))
+        with gc_frozen():
+            await controller.run(starting_point(directory))
+        for task in listening:
+            task.cancel()
+    for client in clients:
+        client.close()
+    assert isinstance(parts.learner, NoLearner)
+    return parts.learner
+
+
+def main(spec: dict[str, Any]) -> dict[str, float]:
+    """Return the figures of one run as ``spec`` says. The first quarter of the steps is not counted."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hr-")))
+        learner = asyncio.run(run(spec, directory, stack))
+    ends = learner.ends[len(learner.ends) // 4 :]
+    seconds, cpu_s, tokens = (float(last - first) for first, last in zip(ends[0], ends[-1], strict=True))
+    episodes = (len(ends) - 1) * spec["groups"] * spec["group_size"]
+    return {
+        "episodes": episodes,
+        "seconds": seconds,
+        "episodes_s": episodes / seconds,
+        "tokens_s": tokens / seconds,
+        "cpu_us_per_episode": cpu_s / episodes * 1e6,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+    }
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(main(json.loads(sys.argv[1]))) + "\n")
