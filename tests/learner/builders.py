@@ -40,10 +40,11 @@ class Setup:
     total_steps: int = 10
     config: dict[str, object] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
+    lora: dict[str, object] | None = None
 
     def learner(self) -> LearnerCore:
         return LearnerCore(
-            load_model(ModelConfig(path=str(self.model_dir), dtype=self.dtype)),
+            load_model(ModelConfig(path=str(self.model_dir), dtype=self.dtype, lora=self.lora)),
             LearnerConfig(**{"lr": 1e-2, **self.config}),
             self.objective or Objective.build(AlgoConfig.model_validate(self.algo)),
             LearnerContext(

@@ -17,8 +17,10 @@ from headrace.base.environ import rank_place
 from headrace.learner.parallel import context
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import joined
-from tests.learner import rank_cases, rank_core_cases
+from tests.learner import rank_adapter_cases, rank_cases, rank_core_cases
 from tests.wings.supervised import rank_cases as given
+
+CASES = (rank_cases, rank_core_cases, rank_adapter_cases, given)
 
 
 def main(directory: Path, names: list[str]) -> None:
@@ -31,7 +33,7 @@ def main(directory: Path, names: list[str]) -> None:
     with joined(config, place, torch.device("cpu"), rendezvous):
         for name in names:
             try:
-                cases = next(each for each in (rank_cases, rank_core_cases, given) if hasattr(each, name))
+                cases = next(each for each in CASES if hasattr(each, name))
                 found[name] = getattr(cases, name)(directory)
             except Exception:  # noqa: BLE001 - the edge of the process: the test tells
                 found[name] = {"failed": traceback.format_exc()}

@@ -32,6 +32,7 @@ class Case:
     config: dict[str, object] = field(default_factory=dict)
     dtype: str = "float32"
     chunk: int = 5
+    lora: dict[str, object] | None = None
 
 
 class ShardedLearner:
@@ -40,7 +41,7 @@ class ShardedLearner:
         config = LearnerConfig.model_validate({"lr": 1e-2, **parts, **case.config})
         forward.LOGITS_PER_CHUNK = case.chunk * VOCAB_SIZE
         self.ranks = Ranks(config.parallel, torch.device("cpu"))
-        self.model = load_for(ModelConfig(path=str(case.model_dir), dtype=case.dtype), self.ranks)
+        self.model = load_for(ModelConfig(path=str(case.model_dir), dtype=case.dtype, lora=case.lora), self.ranks)
         self.core = LearnerCore(
             self.model,
             config,

@@ -12,7 +12,7 @@ from headrace.algo.objective import Objective
 from headrace.algo.reductions import TokenMean
 from headrace.base.errors import ConfigError, RunError
 from headrace.learner.config import LearnerConfig
-from headrace.learner.memory import MemoryPlan
+from headrace.learner.memory import MemoryPlan, in_words
 from headrace.learner.parallel.mesh import SingleRank
 from headrace.learner.parallel.optim import ShardOptimizer
 from headrace.models import LoraConfig, ModelConfig, load_model
@@ -51,7 +51,10 @@ def test_no_lever_is_named_that_an_adapter_cannot_pull(model_dir) -> None:
     plan = replace(MemoryPlan.of(model, LearnerConfig()), on_host=False)
     assert [lever.partition(" ")[0] for lever in plan.levers()] == [
         "learner.tokens_per_microbatch", "learner.memory.recompute", "learner.memory.offload_activations",
+        "learner.parallel.data",
     ]  # fmt: skip
+    half_of_the_base = in_words(plan.frozen * 4 / 2)  # every rank has the whole adapter
+    assert plan.levers()[-1] == f"learner.parallel.data = 2 (on as many devices): about {half_of_the_base}"
 
 
 def test_moving_the_optimizer_of_an_adapter_is_refused(model_dir) -> None:

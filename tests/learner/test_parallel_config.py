@@ -81,9 +81,21 @@ def test_a_run_is_of_one_sequence_and_knows_its_positions(lengths: list[int], nu
             assert set(starts_M[here]) == {run.start}
 
 
-@pytest.mark.parametrize("settings", [{"lora": {}}, {"deterministic": True}])
-def test_what_only_one_process_can_do_is_refused_for_ranks(settings: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("settings", "parallel", "words"),
+    [
+        ({"deterministic": True}, {"data": 2}, r"2 ranks, and model\.deterministic works in one process only"),
+        ({"lora": {"experts": True}}, {"data": 2, "expert": 2}, r"expert=2 with model\.lora\.experts=true: each rank"),
+        ({"lora": {"experts": True}}, {"tensor": 2}, r"tensor=2 with model\.lora\.experts=true: each rank"),
+        ({"lora": {"use_dora": True}}, {"tensor": 2}, r"tensor=2 with model\.lora\.use_dora=true: each rank"),
+    ],
+)
+def test_what_ranks_do_not_compute_exactly_is_refused(
+    settings: dict[str, object], parallel: dict[str, int], words: str
+) -> None:
     model = ModelConfig.model_validate({"path": "m", **settings})
     ParallelConfig().refuse_settings(model)
-    with pytest.raises(ConfigError, match=f"2 ranks, and model.{next(iter(settings))} works in one process only"):
-        ParallelConfig(data=2).refuse_settings(model)
+    with pytest.raises(ConfigError, match=words):
+        ParallelConfig.model_validate(parallel).refuse_settings(model)
+    if "deterministic" not in settings:
+        ParallelConfig(data=2, context=2, replicate=2).refuse_settings(model)

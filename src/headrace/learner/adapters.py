@@ -15,7 +15,9 @@ from contextlib import contextmanager
 from transformers import PreTrainedModel
 
 from headrace.learner.core import LearnerCore
-from headrace.models import LoraConfig
+from headrace.learner.parallel.adapt import adding, measure_norms
+from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank
+from headrace.models import LoraConfig, ModelConfig
 from headrace.models.lora import active, add_adapter
 
 
@@ -31,12 +33,21 @@ class Adapters:
         base: str,
         configs: Mapping[str, LoraConfig],
         build: Callable[[str, PreTrainedModel], LearnerCore],
+        *,
+        ranks: AnyRanks | None = None,
     ) -> None:
         """Add one adapter for each of ``configs`` to ``model``, which must have none yet, and build its learner.
         ``base`` is the directory of ``model``. ``build`` makes the learner of a name, while its adapter is the active
-        one."""
-        for name, config in configs.items():
-            add_adapter(model, config, base, name)
+        one. ``ranks`` are the processes over which ``model`` is sharded, which must all do the same, and to which
+        ``build`` gives each learner; ``None`` for a single process."""
+        ranks = ranks or SingleRank(model.device)
+        for config in configs.values():
+            ranks.config.refuse_settings(ModelConfig(path=base, lora=config))
+        with adding(model, base, ranks):
+            for name, config in configs.items():
+                add_adapter(model, config, base, name)
+        if isinstance(ranks, Ranks):
+            measure_norms(model, [name for name, each in configs.items() if each.use_dora and each.adapter is None])
         self._model = model
         self._cores: dict[str, LearnerCore] = {}
         for name in configs:

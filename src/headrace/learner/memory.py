@@ -44,10 +44,12 @@ class MemoryPlan:
     """Number of layers of the model."""
     trained: int
     """Number of trained parameters, over all ranks."""
+    frozen: int
+    """Number of parameters that are not trained, over all ranks."""
     itemsize: int
     """Bytes of one parameter."""
     adapted: bool
-    """Whether an adapter is trained: it has one rank, and an optimizer too small to be moved."""
+    """Whether an adapter is trained: every rank has all of it, and an optimizer too small to be moved."""
     on_host: bool
     """Whether the device is the host itself, so that moving tensors to the host frees nothing."""
 
@@ -71,6 +73,7 @@ class MemoryPlan:
             input_bytes=hidden * itemsize,
             num_layers=int(read.num_hidden_layers),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+            frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             itemsize=itemsize,
             adapted=is_adapted(model),
             on_host=model.device.type == "cpu",
@@ -83,11 +86,15 @@ class MemoryPlan:
         tokens = self.tokens / ways.context
         kept = self.input_bytes if memory.recompute else self.layer_bytes
         activations = 0 if memory.offload_activations else tokens * self.num_layers * kept / ways.tensor
-        parts = ways.data * ways.context * ways.tensor
+        shards = ways.data * ways.context * ways.tensor
+        parts = 1 if self.adapted else shards
         masters = 4 * (memory.masters and self.itemsize < 4)
         low_bit = config.optimizer.kind == "adamw8bit"
         moments = self.trained * ((LOW_BIT_BYTES if low_bit else MOMENTS_BYTES) + masters) / parts
         gradients = self.trained * (self.itemsize + 4 * bool(masters)) / parts
+        sharded = self.frozen * self.itemsize / shards
+        if not self.adapted:
+            sharded += self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)
         half = max(1, self.tokens // 2)
         offloaded = self.on_host or self.adapted or memory.offload_optimizer
         inputs = tokens * self.num_layers * self.input_bytes / ways.tensor
@@ -99,9 +106,7 @@ class MemoryPlan:
             "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])": 0
             if config.optimizer.kind != "adamw" or ways.world > 1 or self.adapted or memory.offload_optimizer
             else self.trained * (MOMENTS_BYTES - LOW_BIT_BYTES),
-            f"learner.parallel.data = {2 * ways.data} (on as many devices)": 0
-            if self.adapted or low_bit
-            else (self.trained * self.itemsize / parts + gradients + (0 if memory.offload_optimizer else moments)) / 2,
+            f"learner.parallel.data = {2 * ways.data} (on as many devices)": 0 if low_bit else sharded / 2,
         }
         for name, policy in config.policies.items():
             if isinstance(policy, KeptSection) and policy.device == "model" and not self.on_host:

@@ -449,6 +449,13 @@ def _name_here(model: nn.Module, name: str) -> str:
 
 
 def _in_files(model: PreTrainedModel, name: str) -> dict[str, Tensor]:
-    """Return the tensors of an adapter, not copies, by their names in peft's files without the prefix."""
-    found: dict[str, Tensor] = _peft().get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-    return found
+    """Return the tensors of an adapter, not copies, by their names in peft's files without the prefix.
+
+    peft is asked for the names only: of tensors it makes copies, and of a sharded model it gathers all weights.
+    """
+    own = [(key, tensor.detach()) for key, tensor in model.named_parameters() if of_adapter(key)]
+    numbered = {key: torch.tensor(number) for number, (key, _) in enumerate(own)}
+    found: dict[str, Tensor] = _peft().get_peft_model_state_dict(
+        model, numbered, adapter_name=name, save_embedding_layers=False
+    )
+    return {key: own[int(number)][1] for key, number in found.items()}

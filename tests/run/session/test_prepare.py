@@ -126,7 +126,16 @@ def test_what_cannot_work_is_refused_before_anything_starts(
         (['learner.reference={kind="model",path="nowhere"}'], r"learner\.reference\.path='.*nowhere'", "of a model"),
         (["algo.advantage=gae", "learner.critic.path=nowhere"], r"learner\.critic\.path='.*nowhere'", "of a model"),
         (["model.lora.adapter=nowhere"], r"model\.lora\.adapter='.*nowhere'", "of an adapter"),
-        (["model.lora.rank=4", "learner.parallel.data=2"], "lora works in one process only", "leave model.lora out"),
+        (
+            ["model.deterministic=true", "learner.parallel.data=2"],
+            "in one process only",
+            "leave model.deterministic out",
+        ),
+        (
+            ["model.lora.use_dora=true", "learner.parallel.tensor=2"],
+            "use_dora=true: each rank",
+            "tensor = 1 and data to 2",
+        ),
         (["learner.parallel.tensor=3"], "tensor=3 does not fit", "a divisor of 2"),
     ],
 )

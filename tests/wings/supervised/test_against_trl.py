@@ -45,7 +45,7 @@ def rows_of(name: str) -> list[dict[str, Any]]:
     return {"sft": conversations, "kto": ratings}.get(name, pairs)(count)
 
 
-def prepared_for(name: str, model: Path, run_dir: Path, **sections: Any) -> PreparedTuning:
+def prepared_for(name: str, model: Path, run_dir: Path, /, **sections: Any) -> PreparedTuning:
     run = {"steps": STEPS, "rows_per_step": ROWS}
     tree = settings(model, run_dir, run=run, learner={"lr": LR}, data={"shuffle": False}, **sections)
     if name == "sft":

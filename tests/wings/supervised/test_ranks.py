@@ -35,6 +35,8 @@ from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_
 from tests.wings.supervised.test_runs import run_file
 
 TWO = {"parallel": {"data": 2}}
+LORA = {"rank": 4}
+COMPARED = [*PLAIN, "sft with an adapter", "dpo with an adapter"]
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    """What two ranks found for every loss, and one process."""
+    """What two ranks found for every loss, and one process; for two losses of an adapter, too."""
     directory, alone = tmp_path_factory.mktemp("compared"), {}
-    for name in PLAIN:
-        prepared = prepared_for(name, model, directory / "run")
+    for name in COMPARED:
+        loss, _, adapter = name.partition(" with an ")
+        lora = {"model": {"lora": LORA}} if adapter else {}
+        prepared = prepared_for(loss, model, directory / "run", **lora)
         core, all_rows = learner_of(prepared), prepared.rows.rows
         batches = [
             batch_of(step, [(place, all_rows[place]) for place in prepared.schedule.rows(step)])[0]
@@ -65,7 +69,7 @@ def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Fou
     return answer(run(directory, 2, ["given_rows"]), "given_rows"), alone
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", COMPARED)
 def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, compared: tuple[Found, Found]) -> None:
     found, alone = compared
     for layout in LAYOUTS:
@@ -203,7 +207,7 @@ def test_a_failure_that_is_reported_behind_the_end_of_another_rank_is_the_one_th
 def test_what_cannot_be_spread_is_refused_before_a_process_starts(model, tmp_path, monkeypatch):
     cases: tuple[tuple[dict[str, Any], str], ...] = (
         ({"learner": {"parallel": {"tensor": 3}}}, "learner.parallel.tensor=3 does not fit"),
-        ({"learner": TWO, "model": {"lora": {"rank": 4}}}, "model.lora works in one process only"),
+        ({"learner": {"parallel": {"tensor": 2}}, "model": {"lora": {"use_dora": True}}}, "lora.use_dora=true: each"),
         ({"learner": TWO, "model": {"deterministic": True}}, "model.deterministic works in one process only"),
     )
     for sections, words in cases:

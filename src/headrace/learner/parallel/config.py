@@ -91,13 +91,25 @@ class ParallelConfig(Section):
         )
 
     def refuse_settings(self, model: ModelConfig) -> None:
-        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``model`` that only a learner in one process
-        supports, if there are several ranks."""
-        for setting, chosen in (("lora", model.lora is not None), ("deterministic", model.deterministic)):
-            if chosen and self.world > 1:
+        """Raise :class:`~headrace.base.errors.ConfigError` for settings of ``model`` that these ranks cannot compute as
+        one process does."""
+        if model.deterministic and self.world > 1:
+            raise ConfigError(
+                f"learner.parallel asks for {self.world} ranks, and model.deterministic works in one process only",
+                remedy="leave model.deterministic out, or learner.parallel",
+            )
+        lora = model.lora
+        wanted = {} if lora is None else {"experts": lora.experts, "use_dora": lora.use_dora}
+        for name, setting, ways, reason in (
+            ("experts", "expert", self.expert, "each rank has some of the experts, and an adapter is of all"),
+            ("experts", "tensor", self.tensor, "each rank has a part of every expert, and an adapter is of the whole"),
+            ("use_dora", "tensor", self.tensor, "each rank has a part of a weight, and DoRA needs norms of the whole"),
+        ):
+            if wanted.get(name) and ways > 1:
                 raise ConfigError(
-                    f"learner.parallel asks for {self.world} ranks, and model.{setting} works in one process only",
-                    remedy=f"leave model.{setting} out, or learner.parallel",
+                    f"learner.parallel.{setting}={ways} with model.lora.{name}=true: {reason}",
+                    remedy=f"set learner.parallel.{setting} = 1 and data to {self.world}, or leave model.lora.{name} "
+                    "out",
                 )
 
     def refuse_model(self, path: str, model: Any) -> None:

@@ -6,6 +6,8 @@ read them.
 
 On disk every tensor is whole, under its usual name in the model's files; reading shards it again for any number of
 ranks. Nothing is pickled. A rank needs host memory for its share of the snapshot.
+
+Every rank has the whole of an adapter: the first rank writes it, with its moments, as one process does.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ class Snapshot:
         self._optimizer = optimizer
         self._ranks = ranks
         self._auxiliary = auxiliary
+        self._num_writers = 1 if is_adapted(model) else ranks.config.world
 
     def save(self, directory: Path, step: int, model_dir: Path) -> None:
         """Write everything into the existing ``directory``, flushed, for the training step ``step``; the tokenizer's
@@ -74,9 +77,8 @@ class Snapshot:
         removed.
         """
         beside = self._beside()
-        if self._optimizer.plain and self._optimizer.adamw is not None and not isinstance(self._ranks, Ranks):
-            extras = snapshot.Extras(step=step, model_dir=model_dir, beside=beside)
-            snapshot.save(directory, self._model, self._optimizer.adamw, extras)
+        if self._optimizer.plain and self._num_writers == 1:
+            self._save_as_one(directory, snapshot.Extras(step=step, model_dir=model_dir, beside=beside))
             return
         names: list[str] = []
         sums: dict[str, str] = {}
@@ -102,13 +104,27 @@ class Snapshot:
         said = self._ranks.gather(msgspec.json.encode(_Written(names=names, sums=sums, problem=problem)))
         self._finish(directory, [msgspec.json.decode(one, type=_Written) for one in said])
 
+    def _save_as_one(self, directory: Path, extras: snapshot.Extras) -> None:
+        """Write everything into ``directory`` on the first rank, while the others wait. Raises
+        :class:`~headrace.base.errors.CheckpointError` on every rank if it cannot."""
+        failed: CheckpointError | None = None
+        assert self._optimizer.adamw is not None  # an optimizer without Muon
+        if self._ranks.is_leader:
+            try:
+                snapshot.save(directory, self._model, self._optimizer.adamw, extras)
+            except CheckpointError as error:
+                failed = error
+        words = [failed.problem, failed.remedy] if failed else []
+        if said := msgspec.json.decode(self._ranks.gather(msgspec.json.encode(words))[0], type=list[str]):
+            raise CheckpointError(said[0], remedy=said[1]) from failed
+
     def restore_weights(self, directory: Path) -> None:
         """Copy the weights saved in ``directory`` into the model, in place, and from there into the optimizer's float32
         masters.
 
         Raises :class:`~headrace.base.errors.CheckpointError` if they belong to another model.
         """
-        if isinstance(self._ranks, Ranks):
+        if isinstance(self._ranks, Ranks) and not is_adapted(self._model):
             self._restore_parts(directory, self._ranks)
         else:
             snapshot.restore_weights(directory, self._model)
@@ -198,9 +214,9 @@ class Snapshot:
     def _file(self, kind: str) -> str:
         """Return the name of this rank's file of one ``kind``: ``model``, ``optimizer`` or the name of an auxiliary
         model."""
-        if self._ranks.config.world == 1:
+        if self._num_writers == 1:
             return f"{kind}.safetensors"
-        return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._ranks.config.world:05d}.safetensors"
+        return f"{kind}-{self._ranks.rank + 1:05d}-of-{self._num_writers:05d}.safetensors"
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the weights that this rank writes, as whole tensors under the names of the model's own files. All
@@ -227,7 +243,7 @@ class Snapshot:
     def _kept(self, tensors: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Return those of the named tensors that this rank writes, as whole tensors in host memory; each tensor goes to
         the rank with the fewest bytes so far. All ranks must iterate together, because sharded tensors are gathered."""
-        loads = [0] * self._ranks.config.world
+        loads = [0] * self._num_writers
         kept: dict[str, Tensor] = {}
         for name, tensor in tensors:
             writer = loads.index(min(loads))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from headrace.base.errors import ConfigError, HeadraceError, ModelError
+from headrace.learner.parallel.adapt import adapt, measure_norms
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.mesh import AnyRanks, Ranks
 from headrace.learner.parallel.split import own_class, reshard
@@ -70,6 +71,10 @@ def load_sharded(config: ModelConfig, ranks: Ranks) -> PreTrainedModel:
         if joined := _wrongly_joined(model):
             words = f"its files hold parts of {joined}, which transformers joins in a wrong order"
             raise _unshardable(config, model, words)
+        if config.lora is not None:
+            adapt(model, config.lora, config.path, ranks)
+    if config.lora is not None and config.lora.use_dora and config.lora.adapter is None:
+        measure_norms(model, [weights.DEFAULT, *config.lora.agents])
     model = load.ready(model)
     if ranks.config.num_averaged > 1:
         _use_all_experts(model)

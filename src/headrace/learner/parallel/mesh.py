@@ -49,6 +49,10 @@ class SingleRank:
         """Return ``number``, the sum over the only rank."""
         return number
 
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, the sum over the only rank."""
+        return tensor
+
     def join_shares(self, column_N: Tensor) -> Tensor:
         """Return ``column_N``, which holds the values of all tokens."""
         return column_N
@@ -85,6 +89,7 @@ class Ranks:
         self.part = mesh.get_local_rank(CONTEXT)
         """Index of the part of their tokens that this rank computes."""
         self.context_group = mesh.get_group(CONTEXT)
+        self.tensor_group = mesh.get_group(TENSOR)
         self._samples_group = mesh.get_group(SAMPLES)
 
     @property
@@ -99,6 +104,10 @@ class Ranks:
     def sum(self, number: float) -> float:
         """Return the sum of the numbers with which the ranks call it, with the same bits on every rank."""
         return float(_reduced(torch.tensor([number], dtype=torch.float64), dist.ReduceOp.SUM)[0])
+
+    def add_up(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the tensors with which the ranks call it, in place and with the same bits on every rank."""
+        return _reduced(tensor, dist.ReduceOp.SUM)
 
     def join_shares(self, column_N: Tensor) -> Tensor:
         """Return the column that the shares make up together: ``column_N`` in host memory, in which each token has a

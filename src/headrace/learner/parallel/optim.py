@@ -13,7 +13,7 @@ of a matrix orthogonal, for which all parts of its gradient (with momentum) are 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,8 +24,9 @@ from transformers import PreTrainedModel
 from headrace.base.errors import ConfigError
 from headrace.learner.config import LearnerConfig
 from headrace.learner.optim import build_optimizer, sum_of_squares, update_rules
+from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
-from headrace.learner.parallel.mesh import AnyRanks, SingleRank
+from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
@@ -53,6 +54,9 @@ class TrainedWeight:
     """Whether Muon updates it, because it is a matrix."""
     agent: str = ""
     """Agent whose adapter it belongs to, if agents train their own; empty otherwise."""
+    summands: int = 0
+    """For a weight of an adapter over several ranks, which all hold it whole: by how many the sum of their gradients is
+    divided. 0 for other weights, whose gradients torch's sharding sums."""
 
     def collect(self) -> None:
         """Move the weight's gradient of one backward pass to its master, added to the gradient there. Nothing is done
@@ -100,10 +104,7 @@ class ShardOptimizer:
         matrices = _matrices(model) if config.optimizer.kind == "muon" else frozenset()
         named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         rules = update_rules(named, config, **_ends(model))
-        self.trained = [
-            _trained(name, weight, config.memory, muon=name in matrices, alone=isinstance(ranks, SingleRank))
-            for name, weight in named.items()
-        ]
+        self.trained = _trained_weights(model, config.memory, matrices, ranks)
         plain = [one for one in self.trained if not one.muon and one.master.numel()]
         self.updates = 0
         """Number of updates made."""
@@ -115,6 +116,8 @@ class ShardOptimizer:
         """The AdamW optimizer if its moments have 8 bits; ``None`` for another one."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
+        self._summed = False
+        """Whether the gradients of adapters have been summed over the ranks since they were last discarded."""
 
     @property
     def plain(self) -> bool:
@@ -129,40 +132,61 @@ class ShardOptimizer:
 
     def collect(self) -> None:
         """Move the gradients of a backward pass to the masters, added to those that :meth:`step` will use."""
+        assert not self._summed, "this gradient would be added to one that has been summed over the ranks"
         for one in self.trained:
             one.collect()
 
     def clip_norms(self, max_norm: float) -> dict[str, float]:
-        """Scale the gradients down to a global norm of ``max_norm``, separately for each adapter, because the size of
-        one agent's gradient must not affect another's step. Return the norms before scaling, by agent; ``""`` is the
-        policy, or all weights."""
-        if isinstance(self._ranks, SingleRank):
-            return {agent: _clipped(gradients, max_norm) for agent, gradients in self._gradients().items()}
-        norm = self.norm()
-        if norm > max_norm:
-            self.scale(_clip_factor(norm, max_norm))
-        return {"": norm}
+        """Sum the gradients of adapters over the ranks. Then scale all gradients down to a global norm of ``max_norm``,
+        separately for each adapter, because the size of one agent's gradient must not affect another's step. Return the
+        norms before scaling, by agent; ``""`` is the policy, or all weights."""
+        self._sum_adapters()
+        norms: dict[str, float] = {}
+        for agent, those in self._by_agent().items():
+            norm = norms[agent] = self._norm(those)
+            if norm > max_norm:
+                torch._foreach_mul_(_gradients(those), _clip_factor(norm, max_norm))
+        return norms
 
-    def _gradients(self) -> dict[str, list[Tensor]]:
-        """Return the gradients of the masters, grouped by the agent whose adapter they belong to. The gradients of one
-        agent are clipped to one common norm."""
-        found: dict[str, list[Tensor]] = {}
+    def _by_agent(self) -> dict[str, list[TrainedWeight]]:
+        """Return the weights that have a gradient by the agent whose adapter they belong to. The gradients of one agent
+        are clipped to one common norm. Every rank returns the same agents, the policy among them in any case."""
+        found: dict[str, list[TrainedWeight]] = {"": []}
         for one in self.trained:
             if one.master.grad is not None:
-                found.setdefault(one.agent, []).append(one.master.grad)
+                found.setdefault(one.agent, []).append(one)
         return found
+
+    def _sum_adapters(self) -> None:
+        """Sum the gradients of adapters over the ranks, in one message, unless that has been done. Every rank has added
+        up those of its own tokens, because torch's sharding knows nothing of adapters."""
+        with_gradient = {one.agent for one in self.trained if one.summands and one.master.grad is not None}
+        if not with_gradient or self._summed:
+            return
+        self._summed = True
+        those = [one for one in self.trained if one.agent in with_gradient]
+        for one in those:
+            if one.master.grad is None:  # no token of this rank has used it, as may be with experts
+                one.master.grad = torch.zeros_like(one.master)
+        gradients = _gradients(those)
+        flat = torch.cat([each.reshape(-1) / one.summands for one, each in zip(those, gradients, strict=True)])
+        parts = self._ranks.add_up(flat).split([each.numel() for each in gradients])
+        torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that were collected by ``factor``."""
-        parts = [one.master.grad for one in self.trained if one.master.grad is not None]
-        torch._foreach_mul_(parts, factor)
+        torch._foreach_mul_(_gradients(self.trained), factor)
 
     def norm(self) -> float:
         """Return the global 2-norm of the gradients, the same on every rank."""
+        self._sum_adapters()
+        return self._norm(self.trained)
+
+    def _norm(self, those: Sequence[TrainedWeight]) -> float:
+        """Return the common 2-norm of the gradients of these weights, the same on every rank."""
         by_copies: dict[int, list[Tensor]] = {}
-        for one in self.trained:
-            if one.master.grad is not None:
-                by_copies.setdefault(copies(one.weight), []).append(one.master.grad)
+        for one in those:
+            by_copies.setdefault(copies(one.weight, self._ranks.config.world), []).extend(_gradients([one]))
         squares = [sum_of_squares(parts) / count for count, parts in by_copies.items()]
         return math.sqrt(self._ranks.sum(sum(squares)))
 
@@ -202,6 +226,7 @@ class ShardOptimizer:
 
     def zero_grad(self) -> None:
         """Discard the gradients of the weights and of their masters."""
+        self._summed = False
         for one in self.trained:
             one.weight.grad = one.master.grad = None
 
@@ -284,12 +309,9 @@ class ShardOptimizer:
         one.master.mul_(1 - lr * rule.weight_decay).add_(part_of(update.detach(), one.weight).to(one.master.device))
 
 
-def _clipped(gradients: list[Tensor], max_norm: float) -> float:
-    """Scale ``gradients`` down to a common norm of ``max_norm``, in place, and return the norm before."""
-    norm = math.sqrt(sum_of_squares(gradients))
-    if norm > max_norm:
-        torch._foreach_mul_(gradients, _clip_factor(norm, max_norm))
-    return norm
+def _gradients(those: Sequence[TrainedWeight]) -> list[Tensor]:
+    """Return the gradients of these weights, as far as they have one."""
+    return [one.master.grad for one in those if one.master.grad is not None]
 
 
 def _clip_factor(norm: float, max_norm: float) -> float:
@@ -297,18 +319,43 @@ def _clip_factor(norm: float, max_norm: float) -> float:
     return max_norm / (norm + 1e-6)
 
 
-def _trained(name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, alone: bool) -> TrainedWeight:
+def _trained_weights(
+    model: PreTrainedModel, memory: MemoryConfig, matrices: frozenset[str], ranks: AnyRanks
+) -> list[TrainedWeight]:
+    """Return the record of each trained weight of ``model``; Muon updates those in ``matrices``."""
+    parallel, found = ranks.config, list[TrainedWeight]()
+    parts = parted(model) if parallel.tensor > 1 and is_adapted(model) else frozenset[str]()
+    for name, weight in model.named_parameters():
+        if not weight.requires_grad:
+            continue
+        copied = 1 if name in parts else parallel.tensor
+        summands = copied * parallel.num_averaged if of_adapter(name) and parallel.world > 1 else 0
+        found.append(
+            _trained(name, weight, memory, muon=name in matrices, summands=summands, alone=parallel.world == 1)
+        )
+    return found
+
+
+def _trained(
+    name: str, weight: Parameter, memory: MemoryConfig, *, muon: bool, summands: int, alone: bool
+) -> TrainedWeight:
     """Return the record of a trained weight, with a master copy where the memory settings ask for one. ``alone`` says
-    that there is a single rank, whose master may be the weight itself; ``muon`` that Muon updates the weight."""
+    that there is a single rank. There, and where every rank has the whole weight of an adapter, the master may be the
+    weight itself. ``muon`` says that Muon updates the weight; see :class:`TrainedWeight` for ``summands``."""
     part = local(weight.detach())
     dtype = torch.float32 if memory.masters else part.dtype
     device = torch.device("cpu") if memory.offload_optimizer else part.device
     kept = part.to(device=device, dtype=dtype)
-    master = weight if kept is part and alone else Parameter(kept)
+    master = weight if kept is part and (alone or summands) else Parameter(kept)
     adapter = adapter_of(name) if of_adapter(name) else DEFAULT
-    agent = "" if adapter == DEFAULT else adapter
     return TrainedWeight(
-        name=name, weight=weight, master=master, has_own_memory=kept is not part, muon=muon, agent=agent
+        name=name,
+        weight=weight,
+        master=master,
+        has_own_memory=kept is not part,
+        muon=muon,
+        agent="" if adapter == DEFAULT else adapter,
+        summands=summands,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -47,9 +46,9 @@ def part_of(full: Tensor, tensor: Tensor) -> Tensor:
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
 
 
-def copies(tensor: Tensor) -> int:
-    """Return how many ranks hold the same part of ``tensor``, by which sums over all ranks are divided."""
-    world = dist.get_world_size() if dist.is_initialized() else 1
+def copies(tensor: Tensor, world: int) -> int:
+    """Return how many of the ``world`` ranks hold the same part of ``tensor``, by which sums over all ranks are
+    divided."""
     if not isinstance(tensor, DTensor):
         return world
     mesh = tensor.device_mesh
