@@ -6,9 +6,11 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from headrace.base.clock import RealClock
 from headrace.models import ModelConfig, load_model
@@ -32,7 +34,7 @@ def spread(**ways: int) -> list[str]:
     return [text for name, count in ways.items() for text in ("--set", f"learner.parallel.{name}={count}")]
 
 
-def a_run(directory: Path) -> Path:
+def a_run(directory: Path, **sections: Any) -> Path:
     model = tiny_model(directory / "tiny", num_kv_heads=2)
     return make_run(
         directory,
@@ -41,6 +43,7 @@ def a_run(directory: Path) -> Path:
         flow={"groups_per_step": 2, "group_size": 4, "max_age": 0},
         learner={"lr": 3e-3, "eps": 1e-5, "tokens_per_microbatch": 20},
         run={"dir": "run", "steps": STEPS, "checkpoint_every": 2},
+        **sections,
     )
 
 
@@ -99,6 +102,33 @@ def test_a_run_goes_from_four_ranks_to_two_to_one(tmp_path: Path) -> None:
     done = headrace("train", run_file, "--resume")
     assert done.returncode == 0, done.stderr
     assert_ends_like_one_process(run_file)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_adapter_is_trained_by_two_ranks_killed_and_goes_on_by_one_to_what_one_process_trains(
+    tmp_path: Path,
+) -> None:
+    run_file = a_run(tmp_path, sync={"codec": "adapter"})
+    adapter = ["--set", "model.lora.rank=4"]
+    kill_a_rank(run_file, "learner-1", *adapter, *spread(data=2), after=3)
+    saved = next((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert (saved / "adapter_model.safetensors").exists()
+    assert not list(saved.glob("model*.safetensors"))
+    for ways in ({"tensor": 2}, {}):
+        arguments = ["--resume", *adapter, *spread(**ways), *(() if not ways else ("--set", "run.steps=6"))]
+        done = headrace("train", run_file, *arguments)
+        assert done.returncode == 0, done.stderr
+    torch.set_num_threads(1)
+    serial = SerialLoop(load_config(run_file, ["model.lora.rank=4"]), tmp_path / "buffer")
+    start = {name: tensor.detach().clone() for name, tensor in weight_tensors(serial.learner.model).items()}
+    serial.train(tmp_path / "serial")
+    found = load_file(tmp_path / "run" / "checkpoints" / f"step-{STEPS:06d}" / "adapter_model.safetensors")
+    for name, tensor in weight_tensors(serial.learner.model).items():
+        torch.testing.assert_close(found[f"base_model.model.{name}"], tensor.detach(), rtol=0, atol=1e-5, msg=name)
+    assert any(
+        (tensor - start[name]).abs().max() > 1e-3 for name, tensor in weight_tensors(serial.learner.model).items()
+    )
 
 
 def test_ranks_that_the_heads_cannot_be_dealt_to_are_refused_before_anything_starts(tmp_path: Path) -> None:

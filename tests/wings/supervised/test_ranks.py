@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from headrace.base.errors import ConfigError, HeadraceError, ModelError, RunError
+from headrace.base.errors import ConfigError, HeadraceError, ModelError, RankLost, RunError
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Failure
 from headrace.flow.ledger.opening import open_ledger
 from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
+from headrace.learner.checkpoint import newest_weights
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from headrace.run.cli.status import look
@@ -174,6 +175,51 @@ def test_an_error_of_one_rank_alone_is_told_as_it_is(model, tmp_path, monkeypatc
     monkeypatch.setitem(os.environ, "PYTHONPATH", str(tmp_path))
     with pytest.raises(HeadraceError, match=r"rank 1 of the learner failed .* ValueError: a planted fault"):
         sft(settings(model, tmp_path / "run", learner=TWO), data=conversations(8))
+
+
+IN_A_SNAPSHOT = """
+import os, signal
+if os.environ.get("RANK") == VICTIM:
+    from headrace.learner import snapshot
+    from headrace.learner.parallel.files import Snapshot
+    def die(part):
+        def maybe(one, directory, *rest, **more):
+            if "step-000004" in str(directory):
+                os.kill(os.getpid(), signal.SIGKILL)
+            return part(one, directory, *rest, **more)
+        return maybe
+    if VICTIM == "1":  # while the first writes
+        Snapshot._save_as_one = die(Snapshot._save_as_one)
+    else:  # when it has written the files, and not yet sealed them
+        seal = snapshot.seal
+        snapshot.seal = lambda directory, *rest: die(lambda _, place, *more: seal(place, *more))(None, directory, *rest)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["0", "1"])
+def test_a_rank_that_is_killed_while_an_adapter_is_saved_leaves_the_older_snapshot(
+    model, tmp_path, monkeypatch, victim
+):
+    rows = write_rows(tmp_path / "rows.jsonl", conversations(18))
+    sections = {"learner.parallel": {"data": 2}, "run": {"checkpoint_every": 2, "keep_checkpoints": 9}}
+    sections["model.lora"] = LORA
+    whole, killed = (
+        run_file(tmp_path / f"{name} file", model, tmp_path / name, rows, **sections) for name in ("whole", "killed")
+    )
+    (tmp_path / "sitecustomize.py").write_text(IN_A_SNAPSHOT.replace("VICTIM", repr(victim)), encoding="utf-8")
+    with monkeypatch.context() as patched:
+        patched.setitem(os.environ, "PYTHONPATH", str(tmp_path))
+        with pytest.raises(RankLost, match=rf"rank {victim} of the learner, .* \(killed by SIGKILL\)"):
+            sft(killed)
+    snapshots = tmp_path / "killed" / "checkpoints"
+    assert [each.name for each in snapshots.glob("step-*") if "tmp" not in each.name] == ["step-000002"]
+    assert newest_weights(snapshots) == snapshots / "step-000002"  # every checksum fits
+    assert sft(killed, resume=True).status == sft(whole).status == "finished"
+    for step in (2, 4, 5):
+        found = [_tensors(tmp_path / name / "checkpoints" / f"step-{step:06}") for name in ("whole", "killed")]
+        assert found[0].keys() == found[1].keys()
+        assert all(found[0][key].equal(found[1][key]) for key in found[0])
 
 
 class Ended:
