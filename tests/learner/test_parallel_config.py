@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.base.errors import ConfigError
+from headrace.learner.parallel.adapt import _refuse_style
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.context import Pieces, _runs
 from headrace.models.config import ModelConfig
@@ -99,3 +102,12 @@ def test_what_ranks_do_not_compute_exactly_is_refused(
         ParallelConfig.model_validate(parallel).refuse_settings(model)
     if "deterministic" not in settings:
         ParallelConfig(data=2, context=2, replicate=2).refuse_settings(model)
+
+
+def test_a_layer_that_tensor_parallel_ranks_cut_otherwise_has_no_adapter() -> None:
+    plan = {"layers.*.q": "colwise", "layers.*.kv": "packed_colwise", "layers.*.head": "colwise_gather_output"}
+    model: Any = SimpleNamespace(tp_plan=plan)
+    for layer in ("layers.11.q", "layers.11.head", "layers.11.gate"):
+        _refuse_style(model, layer, torch.zeros(2), "base")
+    with pytest.raises(ConfigError, match=r"adapts layers\.11\.kv of .*tensor cuts that layer as 'packed_colwise'"):
+        _refuse_style(model, "layers.11.kv", torch.zeros(2), "base")

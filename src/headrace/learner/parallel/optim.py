@@ -159,19 +159,21 @@ class ShardOptimizer:
 
     def _sum_adapters(self) -> None:
         """Sum the gradients of adapters over the ranks, in one message, unless that has been done. Every rank has added
-        up those of its own tokens, because torch's sharding knows nothing of adapters."""
+        up those of its own tokens, because torch's sharding knows nothing of adapters. A weight that no token of any
+        rank has used, as may be with experts, keeps no gradient, as in one process."""
         with_gradient = {one.agent for one in self.trained if one.summands and one.master.grad is not None}
         if not with_gradient or self._summed:
             return
         self._summed = True
         those = [one for one in self.trained if one.agent in with_gradient]
-        for one in those:
-            if one.master.grad is None:  # no token of this rank has used it, as may be with experts
-                one.master.grad = torch.zeros_like(one.master)
-        gradients = _gradients(those)
-        flat = torch.cat([each.reshape(-1) / one.summands for one, each in zip(those, gradients, strict=True)])
-        parts = self._ranks.add_up(flat).split([each.numel() for each in gradients])
-        torch._foreach_copy_(gradients, [part.view_as(each) for part, each in zip(parts, gradients, strict=True)])
+        parts = [
+            torch.zeros_like(one.master) if one.master.grad is None else one.master.grad / one.summands for one in those
+        ]
+        has_one = torch.tensor([float(one.master.grad is not None) for one in those])
+        flat = torch.cat([*(part.reshape(-1) for part in parts), has_one.to(parts[0])])
+        *summed, used = self._ranks.add_up(flat).split([*(part.numel() for part in parts), len(those)])
+        for one, total, count in zip(those, summed, used.tolist(), strict=True):
+            one.master.grad = total.view_as(one.master) if count else None
 
     def scale(self, factor: float) -> None:
         """Multiply the gradients that were collected by ``factor``."""
