@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, HeadraceError
@@ -162,6 +165,51 @@ def memory(directory: Path) -> Found:
         reference = reference or found
         out[name] = all(torch.equal(found[name], reference[name]) for name in reference)
     return out
+
+
+class Messages(TorchDispatchMode):
+    """Counts what torch sends to other ranks, by kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in function.namespace:
+            self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def once(directory: Path) -> Found:
+    """Gradients of two batches of several micro-batches, how far they are from those that are summed after every
+    micro-batch, and how many messages have summed a batch's: after every micro-batch, and at its end."""
+    found: Found = {}
+    for kind, layout in (
+        ("dense", {"data": 2}),
+        ("tied", {"replicate": 2}),
+        ("dense", {"context": 2}),
+        ("experts", {"expert": 2, "data": 2}),
+    ):
+        (expected, after_each, _), (grads, at_the_end, number) = (
+            _summed(directory, kind, layout, whole_gradients=whole_gradients) for whole_gradients in (False, True)
+        )
+        apart = max(_apart(one, expected[name]) for name, one in grads.items())
+        found[next(iter(layout))] = {"micro-batches": number, "sent": [after_each, at_the_end], "apart": apart}
+    return found
+
+
+def _summed(
+    directory: Path, kind: str, layout: dict[str, int], *, whole_gradients: bool
+) -> tuple[dict[str, torch.Tensor], float, int]:
+    """The gradient of two batches, how many messages have summed that of each, and of how many micro-batches."""
+    small, memory = {"tokens_per_microbatch": 14}, {"whole_gradients": whole_gradients}
+    learner = _learner(directory, layout, kind=kind, memory=memory, config=small)
+    batch, messages = random_batch(num_samples=7), Messages()
+    with messages if "context" not in layout else nullcontext():  # torch's causal masks know no such mode
+        learner.forward_backward(batch)
+        learner.forward_backward(batch)
+    sent = (messages.counts["_reduce_scatter_base_"] + messages.counts["allreduce_"]) / 2
+    return gradients(learner), sent, len(learner.core._forward.cut(batch, batch.mask_N))
 
 
 def masters(directory: Path) -> Found:

@@ -90,6 +90,31 @@ def test_prefixes_are_not_shared_between_ranks_of_one_context() -> None:
         validate(LearnerConfig, {"share_prefixes": True, "parallel": {"context": 2}})
 
 
+@pytest.mark.parametrize(
+    ("parallel", "words"),
+    [({}, "one process has no gradients to sum"), ({"data": 2, "tensor": 2}, r"tensor=2 sums gradients after every")],
+)
+def test_whole_gradients_are_refused_where_they_cannot_be_summed_once(parallel, words) -> None:
+    from headrace.base.config import validate
+
+    with pytest.raises(ConfigError, match=words):
+        validate(LearnerConfig, {"memory": {"whole_gradients": True}, "parallel": parallel})
+
+
+def test_whole_gradients_of_an_adapter_are_refused(model_dir) -> None:
+    model = load_model(ModelConfig(path=str(model_dir), lora=LoraConfig(rank=2)))
+    config = LearnerConfig.model_validate({"memory": {"whole_gradients": True}, "parallel": {"data": 2}})
+    with pytest.raises(ConfigError, match="whole_gradients=true has no effect on an adapter"):
+        ShardOptimizer(model, config, SingleRank(model.device))
+
+
+def test_whole_gradients_are_a_lever(model_dir) -> None:
+    config = LearnerConfig.model_validate({"memory": {"whole_gradients": True}, "parallel": {"data": 4}})
+    plan = MemoryPlan.of(load_model(ModelConfig(path=str(model_dir))), config)
+    freed = in_words(plan.trained * 4 * 3 / 4)
+    assert f"learner.memory.whole_gradients = false: about {freed}" in plan.levers()
+
+
 @pytest.mark.parametrize("given", [0, 3])
 def test_moments_that_find_no_memory_leave_everything_as_it_was(
     model_dir, monkeypatch: pytest.MonkeyPatch, given: int

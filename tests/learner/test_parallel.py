@@ -136,8 +136,8 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 @pytest.fixture(scope="module")
 def two(place: Path, alone: Found) -> Found:
     damage(place)
-    others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon", "death"]
-    return run(place, 2, [*TWO, *others])
+    others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
+    return run(place, 2, [*TWO, *others, "once", "death"])
 
 
 @pytest.fixture(scope="module")
@@ -259,6 +259,17 @@ def test_no_file_of_a_snapshot_is_pickled(two: Found, place: Path) -> None:
 @pytest.mark.parametrize("setting", ["recompute", "offload_activations", "offload_optimizer"])
 def test_saving_memory_changes_no_bit_of_the_weights(two: Found, setting: str) -> None:
     assert answer(two, "memory")[setting]
+
+
+def test_whole_gradients_are_summed_once_for_all_micro_batches(two: Found) -> None:
+    found = answer(two, "once")
+    assert found.keys() == {"data", "replicate", "context", "expert"}
+    for name, each in found.items():
+        assert each["micro-batches"] > 2, name
+        assert each["apart"] < 1e-6, name
+    for name in ("data", "replicate"):
+        after_each, at_the_end = found[name]["sent"]
+        assert after_each == found[name]["micro-batches"] * at_the_end > 0
 
 
 def test_small_updates_of_bfloat16_weights_are_kept_by_their_float32_copies(two: Found) -> None:

@@ -205,6 +205,20 @@ class LearnerConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _whole_gradients_are_summed_once(self) -> LearnerConfig:
+        """Refuse whole gradients where there is nothing to sum, and where tensor parallelism sums some of them after
+        every micro-batch: what the micro-batches before have added would be summed again."""
+        parallel = self.parallel
+        if not self.memory.whole_gradients or (parallel.num_averaged > 1 and parallel.tensor == 1):
+            return self
+        summed = f"learner.parallel.tensor={parallel.tensor} sums gradients after every micro-batch"
+        raise ConfigError(
+            "learner.memory.whole_gradients=true: "
+            + (summed if parallel.tensor > 1 else "one process has no gradients to sum"),
+            remedy="leave learner.memory.whole_gradients out, or set learner.parallel.data above 1 and tensor to 1",
+        )
+
+    @model_validator(mode="after")
     def _context_ranks_share_no_prefixes(self) -> LearnerConfig:
         """Refuse shared prefixes together with context parallelism."""
         if self.share_prefixes is True and self.parallel.context > 1:

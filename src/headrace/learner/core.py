@@ -487,6 +487,7 @@ class LearnerCore:
             with self._context.progress.at(
                 "micro-batch", f"micro-batch {number} of {len(packed)} of step {self._step}"
             ):
+                self._optimizer.expect(last=number == len(packed))
                 self._backward_micro(work, micro, tally)
                 self._optimizer.collect()
 

@@ -102,6 +102,7 @@ class MemoryPlan:
             f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2,
             "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs,
             "learner.memory.offload_activations = true": 0 if self.on_host else activations,
+            "learner.memory.whole_gradients = false": memory.whole_gradients * self.trained * 4 * (1 - 1 / shards),
             "learner.memory.offload_optimizer = true": 0 if offloaded else moments,
             "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])": 0
             if config.optimizer.kind != "adamw" or ways.world > 1 or self.adapted or memory.offload_optimizer

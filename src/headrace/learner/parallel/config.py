@@ -134,7 +134,7 @@ class ParallelConfig(Section):
 
 class MemoryConfig(Section):
     """The settings that say which tensors are kept, on which device, and in which number format. Only ``masters``
-    changes a result."""
+    changes a result, beyond roundings."""
 
     recompute: bool = False
     """Whether only each layer's input is kept from the forward pass, and the rest is computed again in the backward
@@ -143,6 +143,9 @@ class MemoryConfig(Section):
     """Whether the activations for the backward pass are kept in host memory."""
     offload_optimizer: bool = False
     """Whether the optimizer's state, and float32 copies of the weights, are kept in host memory and updated there."""
+    whole_gradients: bool = False
+    """Whether each of several ranks keeps whole gradients from micro-batch to micro-batch, so that they are summed over
+    the ranks once for all micro-batches of a batch, and not once for each. It costs the memory of all gradients."""
     masters: bool = True
     """Whether float32 copies of the weights are updated and then rounded, where model.dtype is bfloat16. Without it,
     updates below 1/256 of a weight are lost."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import Parameter
 from transformers import PreTrainedModel
 
@@ -101,6 +102,11 @@ class ShardOptimizer:
                 "learner.memory.offload_optimizer=true: an adapter's optimizer is too small to be worth moving",
                 remedy="leave learner.memory.offload_optimizer out, or [model.lora]",
             )
+        if config.memory.whole_gradients and is_adapted(model):
+            raise ConfigError(
+                "learner.memory.whole_gradients=true has no effect on an adapter: its gradients are summed once anyway",
+                remedy="leave learner.memory.whole_gradients out, or [model.lora]",
+            )
         matrices = _matrices(model) if config.optimizer.kind == "muon" else frozenset()
         named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
         rules = update_rules(named, config, **_ends(model))
@@ -116,6 +122,8 @@ class ShardOptimizer:
         """The AdamW optimizer if its moments have 8 bits; ``None`` for another one."""
         self._momenta: dict[str, dict[str, Tensor]] = {}
         self._momentum = config.optimizer.momentum
+        self._summing = model if config.memory.whole_gradients and isinstance(model, FSDPModule) else None
+        """The model if torch is to sum its gradients over the ranks after the last micro-batch only."""
         self._summed = False
         """Whether the gradients of adapters have been summed over the ranks since they were last discarded."""
 
@@ -129,6 +137,11 @@ class ShardOptimizer:
     def empty(self) -> bool:
         """Return whether there is no gradient for the next update."""
         return all(one.master.grad is None for one in self.trained)
+
+    def expect(self, *, last: bool) -> None:
+        """Prepare for the pass of a micro-batch, which is the ``last`` of a batch or not."""
+        if self._summing is not None:
+            self._summing.set_requires_gradient_sync(last)
 
     def collect(self) -> None:
         """Move the gradients of a backward pass to the masters, added to those that :meth:`step` will use."""
