@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, HeadraceError
+from headrace.learner import head, logits
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
@@ -40,6 +41,7 @@ LAYOUTS: dict[str, tuple[str, dict[str, int]]] = {
     "cp2_gspo": ("sequences", {"context": 2}),
     "cp2_window": ("window", {"context": 2}),
     "cp2_sinks": ("sinks", {"context": 2}),
+    "capped_fsdp2": ("capped", {"data": 2}),
     "falcon_h1_fsdp2": ("falcon_h1", {"data": 2}),
     "mamba2_fsdp2": ("mamba2", {"data": 2}),
     "llama4_fsdp2": ("llama4_text", {"data": 2}),
@@ -165,6 +167,26 @@ def memory(directory: Path) -> Found:
         reference = reference or found
         out[name] = all(torch.equal(found[name], reference[name]) for name in reference)
     return out
+
+
+def tiles(directory: Path) -> Found:
+    """The gradient by a head in small tiles, and how many passes had such a head, which a matrix has that is whole."""
+    whole, calls = logits.linear_logprobs, Counter[str]()
+    head.TILES = {"cpu": (4, 5)}
+    found = {}
+    for name, (kind, layout) in {
+        "data": ("dense", {"data": 2}),
+        "context": ("tied", {"context": 2}),
+        "tensor": ("dense", {"tensor": 2}),
+        "capped": ("capped", {"data": 2}),
+    }.items():
+        logits.linear_logprobs = lambda *args, name=name: (calls.update([name]), whole(*args))[1]
+        learner = _learner(directory, layout, kind=kind)
+        learner.forward_backward(random_batch(num_samples=7))
+        expected = _expected(directory, kind)
+        found[name] = max(_apart(gradient, expected[key]) for key, gradient in gradients(learner).items())
+    logits.linear_logprobs, head.TILES = whole, {"cpu": (512, 2048)}
+    return {"worst": found, "calls": calls}
 
 
 class Messages(TorchDispatchMode):

@@ -103,6 +103,9 @@ def test_entropy_of_entries_that_are_ruled_out_is_finite():
         def logits(self, hidden_CD):
             return hidden_CD
 
+        def matrix(self):
+            return None
+
     logits = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
     _, entropies, _ = TokenLogprobs(Fixed(), 8, temperature=1.0, entropy_gradient=True)(
         {"logits": logits}, torch.tensor([0]), torch.tensor([1])

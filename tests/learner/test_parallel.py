@@ -72,6 +72,7 @@ KINDS: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     },
+    "capped": {"kind": "gemma2", "extra": {**MODEL_KINDS["gemma2"], "final_logit_softcapping": 2.0}},
     "llama4_text": {"kind": "llama4_text", "extra": MODEL_KINDS["llama4_text"]},
     "zero_experts": {"kind": "longcat_flash", "extra": ZERO_EXPERTS},
     **{kind: {"kind": kind, "extra": HYBRIDS.get(kind, {})} for kind in ("falcon_h1", "mamba2")},
@@ -137,7 +138,7 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 def two(place: Path, alone: Found) -> Found:
     damage(place)
     others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
-    return run(place, 2, [*TWO, *others, "once", "death"])
+    return run(place, 2, [*TWO, *others, "once", "tiles", "death"])
 
 
 @pytest.fixture(scope="module")
@@ -270,6 +271,12 @@ def test_whole_gradients_are_summed_once_for_all_micro_batches(two: Found) -> No
     for name in ("data", "replicate"):
         after_each, at_the_end = found[name]["sent"]
         assert after_each == found[name]["micro-batches"] * at_the_end > 0
+
+
+def test_a_head_that_is_a_whole_matrix_is_computed_in_tiles(two: Found) -> None:
+    found = answer(two, "tiles")
+    assert all(worst < 1e-5 for worst in found["worst"].values()), found
+    assert found["calls"].keys() == {"data", "context"}
 
 
 def test_small_updates_of_bfloat16_weights_are_kept_by_their_float32_copies(two: Found) -> None:

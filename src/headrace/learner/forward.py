@@ -129,8 +129,8 @@ class Forward:
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
         self._top_entries: Callable[..., tuple[Tensor, ...]]
         if self._ranks.config.world > 1:
-            self._token_logprobs = ShardedLogprobs(model, logprobs)
-            self._top_entries = ShardedLogprobs(model, top_entries)
+            self._token_logprobs = ShardedLogprobs(model, logprobs, self._probe())
+            self._top_entries = ShardedLogprobs(model, top_entries, self._probe())
         else:
             parts = split_model(model, self._probe())
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)

@@ -52,6 +52,10 @@ class TrunkAndHead(Protocol):
         """Return the logits ``[C, V]`` of some rows of what :meth:`hidden` returned."""
         ...
 
+    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight ``[V, D]`` and bias ``[V]`` if the head is a single matrix; otherwise ``None``."""
+        ...
+
 
 class SplitModel:
     """A model whose trunk runs once, and whose head runs where it is needed: a :class:`TrunkAndHead` for most
@@ -66,7 +70,7 @@ class SplitModel:
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, name: self._given}
         self._linear = model.get_output_embeddings()
-        self._is_matrix = self._acts_as_matrix()
+        self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(self._linear, self.logits)
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the trunk over ``inputs``, the keyword arguments of its forward pass, and return its hidden states ``[M,
@@ -87,23 +91,23 @@ class SplitModel:
         """Return weight ``[V, D]`` and bias ``[V]`` if the head is a single matrix; otherwise ``None``."""
         return (self._linear.weight, self._linear.bias) if self._is_matrix else None
 
-    @torch.no_grad()
-    def _acts_as_matrix(self) -> bool:
-        """Return whether the logits are those of the output embedding alone, tested with logits so large that any soft
-        cap would show. Weights that are sharded over devices count as no matrix."""
-        linear = self._linear
-        if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter:
-            return False
-        weight_VD = linear.weight
-        rng = torch.Generator().manual_seed(0)
-        probe_CD = torch.randn(PROBES, weight_VD.shape[1], generator=rng).to(weight_VD)
-        largest = float(F.linear(probe_CD, weight_VD).abs().max())
-        if not 0 < largest < torch.inf:
-            return False
-        probe_CD = probe_CD * (LARGE_LOGIT / largest)
-        expected_CV = F.linear(probe_CD, weight_VD, linear.bias)
-        found_CV = self.logits(probe_CD)  # which a model of bfloat16 may return in float32
-        return torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
+
+@torch.no_grad()
+def acts_as_matrix(linear: nn.Module, logits: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the ``logits`` of a model are those of its output embedding ``linear`` alone, tested with logits
+    so large that any soft cap would show. Weights that are distributed over devices count as no matrix."""
+    if not isinstance(linear, nn.Linear) or type(linear.weight) is not nn.Parameter:
+        return False
+    weight_VD = linear.weight
+    rng = torch.Generator().manual_seed(0)
+    probe_CD = torch.randn(PROBES, weight_VD.shape[1], generator=rng).to(weight_VD)
+    largest = float(F.linear(probe_CD, weight_VD).abs().max())
+    if not 0 < largest < torch.inf:
+        return False
+    probe_CD = probe_CD * (LARGE_LOGIT / largest)
+    expected_CV = F.linear(probe_CD, weight_VD, linear.bias)
+    found_CV = logits(probe_CD)  # which a model of bfloat16 may return in float32
+    return torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
 
 
 class WholeModel:
@@ -123,6 +127,10 @@ class WholeModel:
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return ``hidden_CD`` itself, which already holds logits."""
         return hidden_CD
+
+    def matrix(self) -> None:
+        """Return ``None``: the logits are computed already."""
+        return
 
 
 @dataclass
@@ -213,7 +221,7 @@ class TokenLogprobs:
         """
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         top_PK = ids_P.new_empty(len(ids_P), 0) if top_PK is None else top_PK
-        matrix = self._model.matrix() if self._tiled and isinstance(self._model, SplitModel) else None
+        matrix = self._model.matrix() if self._tiled else None
         if matrix is not None:
             request = HeadRequest(
                 ids_P=ids_P,
@@ -266,7 +274,7 @@ class TopEntries:
         """Run one forward pass over ``inputs``, the keyword arguments of the trunk, and return ids and
         log-probabilities ``[P, K]`` of the likeliest entries after the positions ``before_P``, the likeliest first."""
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
-        matrix = self._model.matrix() if isinstance(self._model, SplitModel) else None
+        matrix = self._model.matrix()
         if matrix is not None:
             return linear_top(hidden_PD, *matrix, self._temperature, request)
         parts = [self._of_chunk(hidden_CD, request) for hidden_CD in hidden_PD.split(self._chunk)]

@@ -1,12 +1,13 @@
 """Computation of log π with a sharded model.
 
     model's own forward pass, its head for the last token only     ──▶ hidden states, taken by a hook on the trunk
-    head's own forward pass, which computes chunk by chunk         ──▶ log π
+    head's own forward pass, which computes tiles, or chunks       ──▶ log π
 
 Torch's sharding is attached to the forward passes of the whole model and of its head: before a pass, parameters are
 gathered; after its backward pass, gradients are summed over the ranks. So the trunk runs inside the model's pass, and
 all chunks run inside one pass of the head, whose ``forward`` is replaced for that pass: its parameters are gathered
-once, however many chunks there are.
+once, however many chunks there are. A head that is a single matrix is whole there, and is computed in tiles (head.py);
+one that tensor-parallel ranks have parts of is not.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
 D hidden size.
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from headrace.learner.logits import GivenHidden, TrunkAndHead
+from headrace.learner.logits import GivenHidden, TrunkAndHead, acts_as_matrix
 from headrace.models.text_part import trunk_name
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -38,12 +39,18 @@ class ShardedLogprobs:
     Every rank must call it equally often, in the same order; tokens and rows may differ.
     """
 
-    def __init__(self, model: PreTrainedModel, make: MakeLogprobs) -> None:
-        """Prepare the computation for ``model``; ``make`` returns it for a trunk and a head."""
+    def __init__(self, model: PreTrainedModel, make: MakeLogprobs, probe: dict[str, Any]) -> None:
+        """Prepare the computation for ``model``; ``make`` returns it for a trunk and a head. All ranks must do so
+        together, because they compute the ``probe``, the keyword arguments of a short forward pass."""
         self._model = model
         self._trunk: nn.Module = model.get_submodule(trunk_name(model))
         self._head: nn.Module = model.get_output_embeddings()
-        self._logprobs = make(_HeadAlone(model, self._head))
+        alone = _HeadAlone(model, self._head)
+        self._logprobs = make(alone)
+        with torch.no_grad():
+            self._hidden(probe)  # a head that shares the embedding's weight has it gathered afterwards
+            self._inside_head(alone.look, torch.zeros(1, device=model.device))
+        reshard(model)
 
     def __call__(self, inputs: dict[str, Any], before_P: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         """Return the same tensors as :meth:`TokenLogprobs.__call__`, for the same arguments: the keyword arguments of a
@@ -94,6 +101,8 @@ class _HeadAlone:
         states."""
         trunk = model.get_submodule(trunk_name(model))
         self._given = GivenHidden(trunk)
+        self._head = head
+        self._is_matrix = False
         replaced = {id(head): _HeadWithoutSharding(head), id(trunk): self._given}
         children = {name: replaced.get(id(child), child) for name, child in model._modules.items()}
         self._model = _bare(model, children)
@@ -102,6 +111,17 @@ class _HeadAlone:
         """Return the hidden states that ``inputs`` contains: the trunk has already run."""
         hidden_PD: Tensor = inputs["hidden"]
         return hidden_PD
+
+    def look(self, unused: Tensor) -> tuple[Tensor, ...]:
+        """Find out whether the head is a single matrix, as the forward pass of the head; its input is ``unused``, and
+        is returned."""
+        self._is_matrix = plain_class(self._head) is nn.Linear and acts_as_matrix(self._head, self.logits)
+        return (unused,)
+
+    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
+        """Return weight and bias of a head that is a single matrix, whole inside the head's forward pass; otherwise
+        ``None``."""
+        return (self._head.weight, self._head.bias) if self._is_matrix else None  # type: ignore[return-value]
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits ``[C, V]`` that the model's own head computes from hidden states."""
@@ -133,9 +153,15 @@ class _HeadWithoutSharding(nn.Module):
 
 
 def own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
-    """Return the class that ``model`` had before it was sharded: torch makes a class (FSDPModule, Original), which
+    """Return the class that ``model`` had before it was sharded; see :func:`plain_class`."""
+    kind: type[PreTrainedModel] = plain_class(model)
+    return kind
+
+
+def plain_class(module: nn.Module) -> Any:
+    """Return the class that ``module`` had before it was sharded: torch makes a class (FSDPModule, Original), which
     cannot be copied."""
-    kind = type(model)
+    kind = type(module)
     return kind.__mro__[2] if issubclass(kind, FSDPModule) else kind
 
 

@@ -80,6 +80,10 @@ class _UntiledHead:
         """Offer the trunk and the head of the split model ``parts``."""
         self.hidden, self.logits = parts.hidden, parts.logits
 
+    def matrix(self) -> None:
+        """Return ``None``: the head is to be called."""
+        return
+
 
 class BaseCompute:
     """The passes of one base model: training and scoring with the weights of any client. It is used by one thread at a
