@@ -196,6 +196,15 @@ class EngineConfig(Section):
     """The number of steps over which the commit mode ``stream`` spreads the exchange of the parameters."""
     kernels: Literal["auto", "off"] = "auto"
     """``auto``: parts of the model run as fused kernels where this machine has them. ``off``: none does."""
+    speculation: Literal["off", "history"] = "off"
+    """``history``: draft tokens from earlier answers to the same prompt and from a sequence's own text, and check all
+    of a draft in one pass. Tokens, logprobs and all that is recorded are those of ``off``. ``off``: one token of a
+    sequence in a pass."""
+    draft_tokens: int = Field(default=8, ge=1, le=64)
+    """The most tokens of a sequence that are drafted for one pass. How many are drafted depends on their chances."""
+    history_tokens: int = Field(default=1_000_000, ge=1024, le=2**28)
+    """The number of tokens of earlier answers that drafts are taken from; the newest are kept. Each takes about 24
+    bytes of memory."""
     flush_tokens: int = Field(default=64, ge=1)
     """The tokens of a running sequence are reported each time there are this many new ones, and when it ends."""
 

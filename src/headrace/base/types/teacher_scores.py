@@ -40,8 +40,8 @@ class TopScores(msgspec.Struct, frozen=True, kw_only=True):
         """Return the number of tokens T."""
         return len(self.logprobs_T)
 
-    def __getitem__(self, span: slice) -> TopScores:
-        """Return the scores of the tokens in the slice ``span``."""
+    def __getitem__(self, span: slice | npt.NDArray[np.int64]) -> TopScores:
+        """Return the scores of the tokens in ``span``, a slice or indices."""
         return TopScores(logprobs_T=self.logprobs_T[span], ids_TK=self.ids_TK[span], logs_TK=self.logs_TK[span])
 
 

@@ -31,8 +31,8 @@ class PassRows:
     """The index of the adapter that computes each row."""
     counts_R: Index
     """The number of tokens of each row in the pass, one row after the other."""
-    completes_R: npt.NDArray[np.bool_]
-    """Whether the logits of each row's last token are computed."""
+    num_logits_R: Index
+    """Of how many of each row's last tokens the logits are computed; 0 where its context is not complete."""
 
 
 class EngineAdapters(Protocol):

@@ -146,6 +146,12 @@ class Controls:
         others = sample(logits_DV[others_at], temperatures_D[others_at], draws_D[others_at], self._log_softmax)
         return _interleave(truncated, others, np.concatenate([cut, rest]))
 
+    def depends_on_answer(self, rows_D: Index) -> npt.NDArray[np.bool_]:
+        """Return for each of ``rows_D`` whether a penalty or a mask changes its logits with each token of its answer:
+        :meth:`append` must then be called between two draws."""
+        grows: npt.NDArray[np.bool_] = self._changes.grows(rows_D)
+        return grows if self._masks is None else grows | self._masks.has(rows_D)
+
     def append(self, ids_D: Tensor, rows_D: Index | None = None) -> None:
         """Record ``ids_D``, the tokens just sampled for ``rows_D`` (unset: all rows in use), for the penalties and
         masks of the next draw."""
@@ -220,6 +226,11 @@ class Changes:
     def any(self, count: int) -> bool:
         """Return whether bias or penalties change a logit of any of the first ``count`` rows."""
         return bool(self._changing_R[:count].any())
+
+    def grows(self, rows: Index) -> npt.NDArray[np.bool_]:
+        """Return for each of ``rows`` whether it has penalties, which depend on its answer."""
+        growing: npt.NDArray[np.bool_] = self._growing_R[rows]
+        return growing
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Set up ``row`` for a new sequence: its bias, and its penalties with the tokens of the prompt and of the

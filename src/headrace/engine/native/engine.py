@@ -18,10 +18,8 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Several
-from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -46,15 +44,16 @@ from headrace.engine.native.memory import make_cache
 from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import RoutingStore
-from headrace.engine.native.rows import ChunkBuilder, Flags, Follower, Index, Rows
-from headrace.engine.native.sampler import Draw
+from headrace.engine.native.rows import ChunkBuilder, Follower, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
 from headrace.engine.native.sequence import NO_ROW, Sequence
+from headrace.engine.native.speculation import make_speculation
 from headrace.engine.native.states import make_states, state_kernels
 from headrace.engine.native.stops import Stops, StopsFollower
 from headrace.engine.native.swaps import Swaps, WeightReceiver
+from headrace.engine.native.verification import Drawn, TokenDrawer
 from headrace.engine.native.waiting import Deadlines
 from headrace.models.attention import forward
 from headrace.models.indexed import is_indexed
@@ -63,22 +62,13 @@ from headrace.models.kernels.deterministic import invariant_log_softmax, is_dete
 from headrace.models.kernels.fuse import fits, fuse
 from headrace.models.kernels.ops import kernels as compiled_kernels
 from headrace.models.paged import choose
-from headrace.models.paged.base import Geometry
+from headrace.models.paged.base import BLOCK, Geometry
 from headrace.models.paged.plan import PagedPlan, cache_shapes
 from headrace.models.rope import context_limit
 from headrace.models.weights import vocabulary_of, weight_tensors
 
 Decode = Callable[[list[int]], str]
 """A function that returns the text of token ids."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """The rows that sampled a token in a pass: those whose context is complete."""
-
-    rows_D: Index
-    sound_D: Flags
-    """Whether the logits of each defined a distribution (no NaN, no +∞, not only −∞)."""
 
 
 class NativeEngine:
@@ -119,10 +109,11 @@ class NativeEngine:
         snapshots = None if self._states is None else self._states.snapshots
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
-        self._stops = Stops(decode) if decode is not None else None
-        stops = None if self._stops is None else StopsFollower(self._stops)
+        stops = None if decode is None else StopsFollower(Stops(decode))
         followers: list[Follower] = [each for each in (self._controls, stops, self._states) if each is not None]
         self._rows = Rows(config.max_sequences, max_context, followers)
+        self._speculation = make_speculation(config, self._rows, self._pool, self._vocab_size)
+        self._drawer = TokenDrawer(self._rows, self._controls, stops, self._speculation)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
         self._adapters = adapters or SwitchedAdapters(model)
@@ -142,8 +133,7 @@ class NativeEngine:
         self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against
         self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
-        indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
-        self._names = {"attention": attention, "kernels": kernels, **indexed, **_fallback(model, config)}
+        self._names = {"attention": attention, "kernels": kernels, **_torch_parts(model, config)}
 
     def facts(self) -> dict[str, str | int | float]:
         """Return facts for the record of the run, by name: which implementations of attention and kernels are in use,
@@ -155,6 +145,7 @@ class NativeEngine:
             "routing_bytes": self._routes.num_bytes,
             "pinned_bytes": self._pins.num_bytes,
             "packed_bytes": self._weights.num_bytes,
+            **({} if self._speculation is None else {"history_bytes": self._speculation.history.num_bytes}),
             **(
                 {}
                 if self._states is None
@@ -200,6 +191,8 @@ class NativeEngine:
             self._swaps.advance()
             self._refuse_stale_forks()
             schedule = self._scheduler.schedule()
+            if self._speculation is not None:
+                schedule = self._speculation.extend(schedule)
             self._postprocess(self._run(schedule) if len(schedule.rows_R) else [])
             self._steps += 1
         self._swaps.settle()
@@ -287,9 +280,11 @@ class NativeEngine:
             wasted_tokens=self._swaps.wasted_tokens,
             routing_bytes=self._routes.num_bytes,
             pinned_bytes=self._pins.num_bytes,
+            drafted_tokens=0 if self._speculation is None else self._speculation.num_drafted,
+            accepted_tokens=0 if self._speculation is None else self._speculation.num_accepted,
         )
 
-    def _run(self, schedule: Schedule) -> list[_Drawn]:
+    def _run(self, schedule: Schedule) -> list[Drawn]:
         """Run one forward pass for each set of weights that the scheduled rows use, and return which rows sampled a
         token in each pass. Almost always there is one set; rows pinned to an older version need another, and so may
         rows with different adapters."""
@@ -297,7 +292,7 @@ class NativeEngine:
             if sequence.pin is not None:
                 self._pins.hold(sequence.pin, sequence.arrival)
         self._prepare_blocks(schedule)
-        rows, stamp, drawn = self._rows, self._swaps.stamp, list[_Drawn]()
+        rows, stamp, drawn = self._rows, self._swaps.stamp, list[Drawn]()
         pin_R = rows.pin_R[schedule.rows_R]
         for pin, part in schedule.split(np.where(pin_R == stamp, NO_ROW, pin_R)):
             with self._pins.weights(pin):
@@ -326,7 +321,7 @@ class NativeEngine:
             self._cache.clear(dirty)
 
     @torch.inference_mode()
-    def _forward_pass(self, schedule: Schedule, stamp: int) -> _Drawn:
+    def _forward_pass(self, schedule: Schedule, stamp: int) -> Drawn:
         """Compute the schedule's tokens in one pass, and sample a token for each row whose context is complete.
         ``stamp`` is the version that the sampled tokens carry."""
         rows, rows_R, counts_R = self._rows, schedule.rows_R, schedule.counts_R
@@ -339,39 +334,43 @@ class NativeEngine:
         )
         states = None if self._states is None else self._states.of_rows(rows_R)
         plan = PagedPlan(self._cache, geometry, self._maker, self._device, states)
+        drafts_R, drafts_D = schedule.drafts_R, None
         if schedule.num_decode == len(rows_R):  # every row's only new token completes it
-            ids_N, rows_D, keep_D = rows.ids_RC[rows_R, starts_R], rows_R, None
-            complete_R = np.ones(len(rows_R), bool)
+            ids_N, rows_D, keep_P = rows.ids_RC[rows_R, starts_R], rows_R, None
+            num_logits_R = np.ones(len(rows_R), np.int64)
         else:
             ids_N = rows.ids_RC[np.repeat(rows_R, counts_R), geometry.positions_N()]
-            complete_R = starts_R + counts_R == rows.length_R[rows_R]
-            rows_D, keep_D = rows_R[complete_R], plan.last_R[self._tensor(complete_R)]
+            certain_R = counts_R if drafts_R is None else counts_R - drafts_R
+            complete_R = starts_R + certain_R == rows.length_R[rows_R]
+            num_logits_R = np.where(complete_R, counts_R - certain_R + 1, 0)
+            rows_D, keep_P = rows_R[complete_R], self._tensor(_last_places(counts_R, num_logits_R))
+            drafts_D = None if drafts_R is None else drafts_R[complete_R]
         self._routes.record(bool(rows.records_routing_R[rows_R].any()))
-        computed = PassRows(adapter_R=rows.adapter_R[rows_R], counts_R=counts_R, completes_R=complete_R)
+        computed = PassRows(adapter_R=rows.adapter_R[rows_R], counts_R=counts_R, num_logits_R=num_logits_R)
         with self._adapters.on(computed):
             stamps = self._adapters.versions(rows.adapter_R[rows_D], stamp)
-            logits_DV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_D)
+            logits_PV = forward(self._model, self._tensor(ids_N.astype(np.int64)), plan, keep_P)
         self._routes.store(geometry)
-        rows.computed_R[rows_R] += counts_R
-        if not len(rows_D):
-            return _Drawn(rows_D=rows_D, sound_D=np.zeros(0, bool))
-        return self._draw(logits_DV, rows_D, stamps)
+        rows.computed_R[rows_R] += counts_R if drafts_R is None else counts_R - drafts_R
+        return self._draw(logits_PV, rows_D, drafts_D, stamps)
 
-    def _draw(self, logits_DV: Tensor, rows_D: Index, stamp: int | Index) -> _Drawn:
-        """Sample the next token of each of ``rows_D`` from its logits, and record it with its logprob, its version
-        ``stamp`` and all that its request wants recorded. Return which rows sampled, and whether their logits were
-        sound."""
-        draw = self._controls.draw(logits_DV, self._rows.length_R[rows_D], rows_D)
-        self._controls.append(draw.ids_R, rows_D)
-        entropies_D = None if draw.entropies_R is None else draw.entropies_R.cpu().numpy()
-        ids_D, logprobs_D, sound_D = _fetched(draw)
-        self._rows.record(rows_D, ids_D, logprobs_D, stamp, entropies_D)
-        self._rows.record_kept(rows_D, draw.kept)
-        self._rows.record_top(rows_D, draw.top)
-        self._generated_tokens += len(rows_D)
-        return _Drawn(rows_D=rows_D, sound_D=sound_D)
+    def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
+        """Sample the next tokens of ``rows_D``, of which each has ``drafts_D`` drafted tokens in the pass (``None``: no
+        row has any), and account for those drafted tokens that were drawn."""
+        rows, before_D = self._rows, self._rows.computed_R[rows_D]
+        drawn = self._drawer.draw(logits_PV, rows_D, drafts_D, stamps)
+        self._generated_tokens += drawn.num_tokens
+        if drafts_D is None:
+            return drawn
+        rows.computed_R[rows_D] = rows.length_R[rows_D] - 1
+        self._scheduler.register_computed(rows_D[rows.computed_R[rows_D] // BLOCK > before_D // BLOCK])
+        rows_T, positions_T = drawn.tainted
+        if len(rows_T):
+            blocks_T = rows.tables_RB[rows_T, positions_T // BLOCK].astype(np.int64)
+            self._cache.clear_places(blocks_T, positions_T % BLOCK)
+        return drawn
 
-    def _postprocess(self, drawn: list[_Drawn]) -> None:
+    def _postprocess(self, drawn: list[Drawn]) -> None:
         """End the rows that have stopped, are full or have invalid logits, and make chunks of the other rows that have
         enough tokens to send. ``drawn`` are the rows that sampled a token in this step."""
         if not drawn:
@@ -381,7 +380,7 @@ class NativeEngine:
         if len(drawn) > 1:
             rows_D = np.concatenate([part.rows_D for part in drawn])
             broken = ~np.concatenate([part.sound_D for part in drawn])
-        stopped = rows.stopped(rows_D) | self._completes_stop_string(rows_D)
+        stopped = rows.stopped(rows_D) | np.concatenate([part.completed_D for part in drawn])
         ended = stopped | rows.full(rows_D) | broken
         due = rows.due(rows_D, self._config.flush_tokens)
         if not (ended | due).any():
@@ -397,15 +396,6 @@ class NativeEngine:
         for row in rows_D[ended].tolist():
             self._forget(rows.sequences[row])
         self._scheduler.leave(rows_D[ended])
-
-    def _completes_stop_string(self, rows_D: Index) -> Flags:
-        """Return for each row whether its newest token completes one of its stop strings."""
-        ended_D = np.zeros(len(rows_D), bool)
-        if self._stops is not None:
-            for place in np.flatnonzero(self._rows.has_stop_strings_R[rows_D]).tolist():
-                row = int(rows_D[place])
-                ended_D[place] = self._stops.push(row, int(self._rows.ids_of(row)[-1]))
-        return ended_D
 
     def _end_broken(self, row: int) -> None:
         """End a row whose last token was drawn from logits that are not finite, as a failed sequence and without that
@@ -456,6 +446,8 @@ class NativeEngine:
         """Remove the engine's records of a sequence that ends, except the tokens kept for forks, and release the older
         weights that it was pinned to."""
         self._intake.ended(sequence)
+        if self._speculation is not None and sequence.row != NO_ROW:
+            self._speculation.learn(sequence.row)
         if sequence.pin is not None:
             self._pins.drop(sequence.pin, sequence.arrival)
 
@@ -476,21 +468,24 @@ class NativeEngine:
         return torch.from_numpy(array).to(self._device)
 
 
-def _fetched(draw: Draw) -> tuple[Index, FloatColumn, npt.NDArray[np.bool_]]:
-    """Return the ids, the logprobs and whether the logits were sound (finite) of each row, as arrays in host memory.
-    From a GPU they come as one transfer, since each transfer waits for the GPU; float64 holds all three exactly."""
-    if draw.ids_R.device.type == "cpu":
-        return draw.ids_R.numpy(), draw.logprobs_R.numpy(), draw.sound_R.numpy()
-    columns = (draw.ids_R, draw.logprobs_R, draw.sound_R)
-    ids_R, logprobs_R, sound_R = torch.stack([column.double() for column in columns]).cpu().numpy()
-    return ids_R.astype(np.int64), logprobs_R.astype(np.float32), sound_R.astype(np.bool_)
+def _last_places(counts_R: Index, num_R: Index) -> Index:
+    """Return the places in a pass of the last ``num_R`` of each row's ``counts_R`` tokens, in order.
+
+    >>> _last_places(np.array([1, 3, 2]), np.array([1, 2, 0])).tolist()
+    [0, 2, 3]
+    """
+    ends_R, ends = np.cumsum(counts_R), np.cumsum(num_R)
+    places: Index = np.arange(int(num_R.sum())) + np.repeat(ends_R - ends, num_R)
+    return places
 
 
-def _fallback(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
-    """Return the reason why the compiled kernels are missing on this machine, under the name ``fallback``, if they
-    would speed up this model and are not switched off; else an empty dict."""
+def _torch_parts(model: PreTrainedModel, config: EngineConfig) -> dict[str, str]:
+    """Return which parts run on torch: sparse attention under the name ``indexed_attention``, if the model has any; and
+    under ``fallback`` the reason why the compiled kernels are missing on this machine, if they would speed up this
+    model and are not switched off."""
+    indexed = {"indexed_attention": "torch"} if is_indexed(model) else {}
     loaded = compiled_kernels() if config.kernels == "auto" and fits(model) else None
-    return {"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {}
+    return indexed | ({"fallback": str(loaded)} if isinstance(loaded, Unavailable) else {})
 
 
 def _kernels(model: PreTrainedModel, config: EngineConfig) -> str:

@@ -52,6 +52,10 @@ class Masks:
         """Return whether a row has a mask."""
         return bool(self._rows)
 
+    def has(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """Return for each of ``rows`` whether it has a mask."""
+        return np.array([row in self._rows for row in rows.tolist()], bool)
+
     def join(self, row: int, sampling: Sampling, answer_ids_T: IntColumn) -> None:
         """Set up ``row`` for a new sequence that has sampled ``answer_ids_T`` before."""
         self._rows.pop(row, None)

@@ -63,7 +63,7 @@ class Rows:
 
     def __init__(self, num_rows: int, num_columns: int, followers: Several[Follower] = ()) -> None:
         """Allocate the columns for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""
-        self._followers = tuple(followers)
+        self._followers = list(followers)
         self.num_rows = num_rows
         self.sequences: list[Sequence] = []
         self.ids_RC = np.zeros((num_rows, num_columns), np.int32)
@@ -97,6 +97,10 @@ class Rows:
     def count(self) -> int:
         """The number of rows in use."""
         return len(self.sequences)
+
+    def tell(self, follower: Follower) -> None:
+        """Tell ``follower`` of every change of the rows, too; no row is in use yet."""
+        self._followers.append(follower)
 
     def join(self, sequence: Sequence, table: Several[int], num_cached: int) -> None:
         """Give ``sequence`` the next row, with ``table`` as its blocks; its first ``num_cached`` tokens are in the
@@ -179,20 +183,24 @@ class Rows:
         logprobs_D: FloatColumn,
         version: int | Index,
         entropies_D: FloatColumn | None = None,
+        *,
+        offsets_D: Index | int = 0,
     ) -> None:
         """Append one sampled token to each of ``rows_D``: its id, its logprob, the version of the weights that sampled
-        it (one for all rows, or one for each) and its entropy in nats; ``None`` if no row records entropies."""
-        column_D = self.length_R[rows_D]
+        it (one for all rows, or one for each) and its entropy in nats; ``None`` if no row records entropies. A row that
+        gets several tokens is in ``rows_D`` once for each, in their order, and ``offsets_D`` counts them from 0."""
+        column_D = self.length_R[rows_D] + offsets_D
         self.ids_RC[rows_D, column_D] = ids_D
         self._logprobs_RC[rows_D, column_D] = logprobs_D
         self._versions_RC[rows_D, column_D] = version
         if entropies_D is not None:
             self._entropies_RC[rows_D, column_D] = entropies_D
-        self.length_R[rows_D] += 1
+        self.length_R[rows_D] = column_D + 1  # of a row's several, the last is the one that stays
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
-        """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them. ``None`` means that
-        none was truncated: each kept-set is the whole vocabulary, and is stored as empty."""
+        """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them; a row may be there
+        several times. ``None`` means that none was truncated: each kept-set is the whole vocabulary, and is stored as
+        empty."""
         places = np.flatnonzero(self._records_kept_R[rows_D]).tolist()
         if not places:
             return
@@ -219,9 +227,22 @@ class Rows:
 
     def stopped(self, rows_D: Index) -> Flags:
         """Return for each of ``rows_D`` whether its newest token is one of its stop ids."""
-        newest_D = self.ids_RC[rows_D, self.length_R[rows_D] - 1]
-        ended: Flags = (newest_D[:, None] == self._stops_RS[rows_D]).any(axis=1)
-        return ended
+        return self.are_stops(rows_D, self.ids_RC[rows_D, self.length_R[rows_D] - 1])
+
+    def are_stops(self, rows_D: Index, ids_D: Index | IntColumn) -> Flags:
+        """Return for each of ``rows_D`` whether the token ``ids_D`` is one of its stop ids."""
+        found: Flags = (ids_D[:, None] == self._stops_RS[rows_D]).any(axis=1)
+        return found
+
+    def draftable(self, rows_D: Index) -> Index:
+        """Return for each of ``rows_D`` how many tokens a pass may add to it beyond the one that every pass adds."""
+        most: Index = self._max_length_R[rows_D] - self.length_R[rows_D] - 1
+        return most
+
+    def chances(self, row: int, start: int) -> FloatColumn:
+        """Return the probability with which each token of ``row`` from position ``start`` on was drawn."""
+        drawn: FloatColumn = np.exp(self._logprobs_RC[row, start : self.length_R[row]])
+        return drawn
 
     def full(self, rows_D: Index) -> Flags:
         """Return for each of ``rows_D`` whether it has as many tokens as its request allows."""

@@ -60,6 +60,18 @@ class Draw:
     top: TopScores | None = None
     """The likeliest entries of each row, as many as the row with the most records; ``None`` where none records any."""
 
+    def take(self, places_D: npt.NDArray[np.int64]) -> Draw:
+        """Return the draws of the rows with the indices ``places_D``, in that order."""
+        at = torch.from_numpy(places_D).to(self.ids_R.device)
+        return Draw(
+            ids_R=self.ids_R[at],
+            logprobs_R=self.logprobs_R[at],
+            sound_R=self.sound_R[at],
+            kept=None if self.kept is None else self.kept.take(places_D),
+            entropies_R=None if self.entropies_R is None else self.entropies_R[at],
+            top=None if self.top is None else self.top[places_D],
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncationLimits:
@@ -348,17 +360,17 @@ def uniforms(keys_R: npt.NDArray[np.uint64], positions_R: npt.NDArray[np.int64])
     >>> bool((uniforms(np.array([3, 3], np.uint64), np.array([0, 1])) < 1).all())
     True
     """
-    bits = _splitmix(keys_R + positions_R.astype(np.uint64) * _GOLDEN)
+    bits = splitmix(keys_R + positions_R.astype(np.uint64) * _GOLDEN)
     return (bits >> np.uint64(12)).astype(np.float64) * 2.0**-52
 
 
 def seed_key(seed: int) -> np.uint64:
     """Return the key of a request's random numbers (:func:`uniforms`) from its seed. Neighbouring seeds give unrelated
     keys."""
-    return np.uint64(_splitmix(np.array([seed % 2**64], np.uint64))[0])
+    return np.uint64(splitmix(np.array([seed % 2**64], np.uint64))[0])
 
 
-def _splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def splitmix(state: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """Return the output of the random number generator splitmix64 (Steele, Lea, Flood 2014) for each state of 64 bits;
     equal states give equal outputs. Sums and products of uint64 wrap around."""
     mixed = state + _GOLDEN

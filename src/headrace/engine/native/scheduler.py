@@ -53,6 +53,8 @@ class Schedule:
     """The states to copy before the pass, of a model with recurrent layers: (slot, row)."""
     joined: tuple[Sequence, ...]
     """The sequences that have just joined."""
+    drafts_R: Index | None = None
+    """How many of each row's new tokens are drafted (:mod:`.speculation`); ``None``: none of any row."""
 
     def only(self, chosen_R: Flags) -> Schedule:
         """Return the part of the step that computes the rows of which ``chosen_R`` is true. Copies, restores and joined
@@ -64,6 +66,7 @@ class Schedule:
             copies=(),
             restores=(),
             joined=(),
+            drafts_R=None if self.drafts_R is None else self.drafts_R[chosen_R],
         )
 
     def split(self, label_R: Index) -> list[tuple[int, Schedule]]:
@@ -326,6 +329,12 @@ class Scheduler:
         for row in decoding[lengths % BLOCK == 0].tolist():
             self._register(row, int(self._rows.length_R[row]))
             self._plan_snapshot(row, int(self._rows.length_R[row]))
+
+    def register_computed(self, rows: Index) -> None:
+        """Make the full blocks available to other sequences that a pass has filled in these rows. :meth:`schedule` does
+        so beforehand for tokens that are certain; here it is done for drafted ones that were drawn."""
+        for row in rows.tolist():
+            self._register(row, int(self._rows.computed_R[row]))
 
     def _register(self, row: int, end: int) -> None:
         """Make the full blocks of the row's first ``end`` tokens available to other sequences, if the weights in use

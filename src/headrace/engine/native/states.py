@@ -27,7 +27,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.rows import Index
 from headrace.models.kernels.fuse import fits
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.recurrent import StatePass, StatePool, state_shapes
+from headrace.models.recurrent import StatePass, StatePool, recurrent_layers, state_shapes
 
 
 class Snapshots:
@@ -155,11 +155,18 @@ class SequenceStates:
 def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates | None:
     """Allocate the states of an engine's sequences; ``None`` for a model without recurrent layers.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory.
+    Raises :class:`~headrace.base.errors.ConfigError` if there is not enough memory, or for speculation, since the state
+    of tokens that were drafted and not drawn could not be turned back.
     """
     shapes = state_shapes(model)
     if not shapes:
         return None
+    if config.speculation != "off":
+        raise ConfigError(
+            f"engine.speculation={config.speculation!r}: layers {recurrent_layers(model)} of the model carry a state, "
+            "which cannot be turned back where a drafted token is not drawn",
+            remedy="leave engine.speculation out, or use a model whose layers only attend",
+        )
     snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots
     num_slots, slot_bytes = config.max_sequences + 1 + snapshots, sum(shape.num_bytes for shape in shapes.values())
     cuda = model.device.type == "cuda"

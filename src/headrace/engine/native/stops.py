@@ -114,7 +114,7 @@ class StopsFollower:
 
     def __init__(self, stops: Stops) -> None:
         self._stops = stops
-        self.move = stops.move
+        self.move, self.push = stops.move, stops.push
 
     def join(self, row: int, sampling: Sampling, prompt_ids_T: IntColumn, answer_ids_T: IntColumn) -> None:
         """Set up the stop strings of ``row`` for a new sequence that has sampled ``answer_ids_T`` before."""

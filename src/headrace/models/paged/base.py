@@ -101,6 +101,13 @@ class PagedCache:
             for pool in pair:
                 pool[list(blocks)] = 0
 
+    @torch.inference_mode()
+    def clear_places(self, blocks: Index, places: Index) -> None:
+        """Fill single places of blocks with zeros, for the same reason."""
+        for pair in self.layers:
+            for pool in pair:
+                pool[blocks, :, places] = 0
+
     def _pool(self, heads: int, size: int) -> Tensor:
         """Return new memory for the keys or the values of one layer, with ``heads`` key-value heads of ``size``
         numbers."""

@@ -100,7 +100,7 @@ class AdapterPasses:
                 loras.append(lora)
         adapter_R = numbers[of_R]
         of_tokens = np.repeat(adapter_R, rows.counts_R)
-        return self._multi.on_rows(loras, AdapterRows(of_tokens, adapter_R[rows.completes_R]))
+        return self._multi.on_rows(loras, AdapterRows(of_tokens, np.repeat(adapter_R, rows.num_logits_R)))
 
 
 class SamplerWeights:

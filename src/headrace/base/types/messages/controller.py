@@ -100,6 +100,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The memory of former weights that are kept for sequences which must end under the weights they began with."""
     wasted_tokens: int = 0
     """The number of sampled tokens that a weight update discarded."""
+    drafted_tokens: int = 0
+    """The number of tokens that speculation drafted."""
+    accepted_tokens: int = 0
+    """The number of those that were drawn as drafted; each spared its sequence a pass."""
 
 
 class Chunks(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -51,7 +51,10 @@ class ServerKind(EngineKind):
     """A function that imports and returns what is needed to start and use such a server."""
     settings: type[EngineSettings] = ServerConfig
     """The class of the settings ``[engine.server]``."""
-    unread: frozenset[str] = frozenset({"cache_tokens", "max_pinned_versions", "stream_steps", "kernels"})
+    unread: frozenset[str] = frozenset({
+        *("cache_tokens", "max_pinned_versions", "stream_steps", "kernels"),
+        *("speculation", "draft_tokens", "history_tokens"),
+    })  # fmt: skip
     """Settings of ``[engine]`` that have no effect on a server."""
 
 

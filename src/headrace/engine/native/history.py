@@ -1,0 +1,185 @@
+"""The memory of an engine that drafts: which token followed which others, in earlier answers and in a sequence's text.
+
+    ring of tokens:  … | context | answer | end | context | answer | end | …       the newest ``num_tokens`` tokens
+    table of places:  hash of (prompt, last tokens) ──▶ the place in the ring of the token that came next
+
+A *draft* is a guess of the next tokens of a sequence. It only decides which tokens a pass computes in advance, and each
+is drawn as it would be without a draft. So nothing here has to be right: the memory is bounded because new answers
+overwrite old ones in both arrays, and what is found is compared with the tokens of the sequence itself.
+
+Shape legend: A tokens of an answer, C tokens of context, D sequences, K tokens of a draft, S slots, R rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.engine.native.rows import Index, Rows
+from headrace.engine.native.sampler import splitmix
+
+Keys = npt.NDArray[np.uint64]
+CONTEXT = 8
+"""The number of tokens before an answer that are kept with it; no look-up compares more."""
+OWN_CONTEXT = 5
+"""The number of tokens that a look-up in a sequence's own text compares."""
+END = -1
+"""The id after the last token of an answer, and before the first of a short context."""
+_PER_TOKEN = 4
+"""The slots of the table for each token of the ring, at least; one slot is used for each look-up and token."""
+_OWN_BITS = 11
+"""The binary logarithm of the number of slots for the own text of each row."""
+_POWERS = splitmix(np.arange(CONTEXT, dtype=np.uint64)) | np.uint64(1)
+"""The factors of a hash, one for each token."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LookUp:
+    """One way of finding a place in earlier answers."""
+
+    num_tokens: int
+    """The number of last tokens that must be equal, at most :data:`CONTEXT`."""
+    same_prompt: bool
+    """Whether only answers to the same prompt are looked up."""
+
+
+LOOK_UPS = (
+    LookUp(num_tokens=CONTEXT, same_prompt=True),
+    LookUp(num_tokens=CONTEXT, same_prompt=False),
+    LookUp(num_tokens=3, same_prompt=True),
+)
+"""The ways in which drafts are found in the history."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafts:
+    """A draft for each of D sequences, found in one way."""
+
+    ids_DK: IntColumn
+    """The drafted tokens; any integers where the chance is 0."""
+    chances_DK: FloatColumn
+    """The probability with which each token was drawn where it was found; 0 from the end of the draft on."""
+
+
+class HistoryIndex:
+    """An index over the newest answers, of ``num_tokens`` tokens in all, from which drafts are taken.
+
+    >>> index, key = HistoryIndex(64), np.zeros(1, np.uint64)
+    >>> index.add(key[0], np.array([7, 8, 9]), np.array([4, 5, 6]), np.array([0.5, 0.25, 1.0]))
+    >>> found = index.find(key, contexts_of(np.array([[7, 8, 9, 4]])), 3)[0]
+    >>> found.ids_DK.tolist(), found.chances_DK.tolist()
+    ([[5, 6, -1]], [[0.25, 1.0, 0.0]])
+    """
+
+    def __init__(self, num_tokens: int) -> None:
+        bits = (_PER_TOKEN * num_tokens - 1).bit_length()
+        self._ids_P = np.full(num_tokens, END, np.int32)
+        self._chances_P = np.zeros(num_tokens, np.float32)
+        self._places_S = np.zeros(1 << bits, np.int32)
+        self._bits, self._head = bits, 0
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of the index, in bytes."""
+        return self._ids_P.nbytes + self._chances_P.nbytes + self._places_S.nbytes
+
+    def add(self, key: np.uint64, context_C: IntColumn, ids_A: IntColumn, chances_A: FloatColumn) -> None:
+        """Add an answer to the prompt ``key``: its tokens ``ids_A``, the probabilities with which they were drawn, and
+        the tokens before it, of which the last :data:`CONTEXT` are kept. Of an answer that is longer than the ring, the
+        end is kept."""
+        most = len(self._ids_P) - CONTEXT - 1
+        cut = max(0, len(ids_A) - most)
+        before_C = contexts_of(np.concatenate([context_C[-CONTEXT:], ids_A[:cut]])[None])[0]
+        line = np.concatenate([before_C, ids_A[cut:], [END]]).astype(np.int32)
+        places = (self._head + np.arange(len(line))) % len(self._ids_P)
+        self._ids_P[places], self._chances_P[places] = line, 0.0
+        self._chances_P[places[CONTEXT:-1]] = chances_A[cut:]
+        contexts_AC = np.lib.stride_tricks.sliding_window_view(line[:-2], CONTEXT)
+        for number, look_up in enumerate(LOOK_UPS):
+            keys = _salted(number, key if look_up.same_prompt else np.uint64(0))
+            self._places_S[_slots(contexts_AC[:, -look_up.num_tokens :], keys, self._bits)] = places[CONTEXT:-1]
+        self._head = int(places[-1] + 1) % len(self._ids_P)
+
+    def find(self, keys_D: Keys, contexts_DC: IntColumn, num: int) -> list[Drafts]:
+        """Return drafts of ``num`` tokens for sequences with the prompts ``keys_D`` and the last tokens
+        ``contexts_DC``, for each of :data:`LOOK_UPS`."""
+        size, found = len(self._ids_P), []
+        for number, look_up in enumerate(LOOK_UPS):
+            last_DC = contexts_DC[:, -look_up.num_tokens :]
+            keys = _salted(number, keys_D if look_up.same_prompt else np.zeros_like(keys_D))
+            place_D1 = self._places_S[_slots(last_DC, keys, self._bits)][:, None].astype(np.int64)
+            before_DC = self._ids_P[(place_D1 - look_up.num_tokens + np.arange(look_up.num_tokens)) % size]
+            same_D1 = (before_DC == last_DC).all(axis=1, keepdims=True)
+            places_DK = (place_D1 + np.arange(num)) % size
+            chances_DK = np.where(same_D1, self._chances_P[places_DK], np.float32(0))
+            found.append(Drafts(ids_DK=self._ids_P[places_DK], chances_DK=chances_DK))
+        return found
+
+
+class OwnText:
+    """The places of short runs of tokens in the prompt and answer of each running sequence, so that text which repeats
+    can be drafted from the sequence itself."""
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+        self._positions_RS = np.zeros((rows.num_rows, 1 << _OWN_BITS), np.int32)
+        self._read_R = np.zeros(rows.num_rows, np.int64)
+        """The number of tokens of each row whose predecessors are in the table."""
+
+    def join(self, row: int) -> None:
+        """Forget what ``row`` held, because another sequence begins there."""
+        self._positions_RS[row], self._read_R[row] = 0, 0
+
+    def move(self, sources: Index, targets: Index) -> None:
+        """Move the rows ``sources`` to the places ``targets``."""
+        self._positions_RS[targets], self._read_R[targets] = self._positions_RS[sources], self._read_R[sources]
+
+    def read(self, rows_D: Index) -> None:
+        """Take in the tokens of ``rows_D`` that are new since the last call."""
+        start_D = np.maximum(self._read_R[rows_D], OWN_CONTEXT)
+        self._read_R[rows_D] = self._rows.length_R[rows_D]
+        counts_D = np.maximum(self._read_R[rows_D] - start_D, 0)
+        rows_N, at_N = np.repeat(rows_D, counts_D), np.repeat(start_D - (np.cumsum(counts_D) - counts_D), counts_D)
+        positions_N = at_N + np.arange(len(at_N))
+        self._positions_RS[rows_N, self._slots(rows_N, positions_N)] = positions_N
+
+    def find(self, rows_D: Index, num: int) -> Drafts:
+        """Return a draft of ``num`` tokens for each of ``rows_D``: what followed its last tokens when they were in its
+        text before. A text that repeats itself is continued. Every token has the chance 1."""
+        length_D = self._rows.length_R[rows_D]
+        position_D1 = self._positions_RS[rows_D, self._slots(rows_D, length_D)].astype(np.int64)[:, None]
+        inside_D = (position_D1[:, 0] >= OWN_CONTEXT) & (position_D1[:, 0] < length_D)
+        steps_C = np.arange(OWN_CONTEXT) - OWN_CONTEXT
+        then_DC, now_DC = (
+            self._rows.ids_RC[rows_D[:, None], np.maximum(end_D1 + steps_C, 0)]
+            for end_D1 in (position_D1, length_D[:, None])
+        )
+        same_D = inside_D & (then_DC == now_DC).all(axis=1)
+        period_D1 = np.where(same_D, length_D - position_D1[:, 0], 1)[:, None]
+        ids_DK = self._rows.ids_RC[rows_D[:, None], position_D1 + np.arange(num) % period_D1]
+        return Drafts(ids_DK=ids_DK, chances_DK=np.repeat(same_D[:, None], num, axis=1).astype(np.float32))
+
+    def _slots(self, rows_N: Index, ends_N: Index) -> Index:
+        """Return the slot for the last tokens before each of the positions ``ends_N`` of ``rows_N``."""
+        places_NC = np.maximum(ends_N[:, None] - OWN_CONTEXT + np.arange(OWN_CONTEXT), 0)
+        return _slots(self._rows.ids_RC[rows_N[:, None], places_NC], np.uint64(0), _OWN_BITS)
+
+
+def contexts_of(ids_DC: IntColumn) -> IntColumn:
+    """Return the last :data:`CONTEXT` tokens of each sequence; :data:`END` stands before the first of a shorter one."""
+    last_DC = ids_DC[:, -CONTEXT:]
+    return np.pad(last_DC, ((0, 0), (CONTEXT - last_DC.shape[1], 0)), constant_values=END)
+
+
+def _salted(number: int, keys: Keys | np.uint64) -> Keys:
+    """Return keys of prompts that differ from look-up to look-up."""
+    return splitmix(np.atleast_1d(keys) ^ np.uint64(number))
+
+
+def _slots(last_DC: IntColumn, keys_D: Keys | np.uint64, bits: int) -> Index:
+    """Return the slot of a table of 2 to the power ``bits`` slots for each row of tokens, under its key."""
+    sums_D = (last_DC.astype(np.uint64) * _POWERS[: last_DC.shape[1]]).sum(axis=1, dtype=np.uint64)
+    return (splitmix(sums_D + keys_D) >> np.uint64(64 - bits)).astype(np.int64)
