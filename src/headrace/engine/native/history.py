@@ -7,7 +7,8 @@ A *draft* is a guess of the next tokens of a sequence. It only decides which tok
 is drawn as it would be without a draft. So nothing here has to be right: the memory is bounded because new answers
 overwrite old ones in both arrays, and what is found is compared with the tokens of the sequence itself.
 
-Shape legend: A tokens of an answer, C tokens of context, D sequences, K tokens of a draft, S slots, R rows.
+Shape legend: A tokens of an answer, C tokens of context, L ways of looking up, D sequences, K tokens of a draft, P
+places of the ring, S slots, R rows.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types.columns import FloatColumn, IntColumn
-from headrace.engine.native.rows import Index, Rows
+from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sampler import splitmix
 
 Keys = npt.NDArray[np.uint64]
@@ -29,7 +30,9 @@ OWN_CONTEXT = 5
 END = -1
 """The id after the last token of an answer, and before the first of a short context."""
 _PER_TOKEN = 4
-"""The slots of the table for each token of the ring, at least; one slot is used for each look-up and token."""
+"""The slots of the table for each token of the ring, at least; a token takes one for each way of looking up."""
+_KEY_BITS = 16
+"""The binary logarithm of the number of prompts that can be known."""
 _OWN_BITS = 11
 """The binary logarithm of the number of slots for the own text of each row."""
 _POWERS = splitmix(np.arange(CONTEXT, dtype=np.uint64)) | np.uint64(1)
@@ -52,39 +55,39 @@ LOOK_UPS = (
     LookUp(num_tokens=3, same_prompt=True),
 )
 """The ways in which drafts are found in the history."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Drafts:
-    """A draft for each of D sequences, found in one way."""
-
-    ids_DK: IntColumn
-    """The drafted tokens; any integers where the chance is 0."""
-    chances_DK: FloatColumn
-    """The probability with which each token was drawn where it was found; 0 from the end of the draft on."""
+_COMPARED_LC = np.arange(CONTEXT) >= CONTEXT - np.array([[each.num_tokens] for each in LOOK_UPS])
+_POWERS_LC = _POWERS * _COMPARED_LC
+_SALTS_L = np.arange(1, len(LOOK_UPS) + 1, dtype=np.uint64)[:, None]
+_BY_PROMPT_L = np.array([[each.same_prompt] for each in LOOK_UPS])
 
 
 class HistoryIndex:
     """An index over the newest answers, of ``num_tokens`` tokens in all, from which drafts are taken.
 
-    >>> index, key = HistoryIndex(64), np.zeros(1, np.uint64)
-    >>> index.add(key[0], np.array([7, 8, 9]), np.array([4, 5, 6]), np.array([0.5, 0.25, 1.0]))
-    >>> found = index.find(key, contexts_of(np.array([[7, 8, 9, 4]])), 3)[0]
-    >>> found.ids_DK.tolist(), found.chances_DK.tolist()
+    >>> index, keys = HistoryIndex(64), np.zeros(1, np.uint64)
+    >>> index.add(keys[0], np.array([7, 8, 9]), np.array([4, 5, 6]), np.array([0.5, 0.25, 1.0]))
+    >>> ids_LDK, chances_LDK = index.find(keys, contexts_of(np.array([[7, 8, 9, 4]])), 3)
+    >>> ids_LDK[0].tolist(), chances_LDK[0].tolist()
     ([[5, 6, -1]], [[0.25, 1.0, 0.0]])
     """
 
     def __init__(self, num_tokens: int) -> None:
-        bits = (_PER_TOKEN * num_tokens - 1).bit_length()
+        self._bits = (_PER_TOKEN * num_tokens - 1).bit_length()
         self._ids_P = np.full(num_tokens, END, np.int32)
         self._chances_P = np.zeros(num_tokens, np.float32)
-        self._places_S = np.zeros(1 << bits, np.int32)
-        self._bits, self._head = bits, 0
+        self._places_S = np.zeros(1 << self._bits, np.int32)
+        self._keys = np.zeros(1 << _KEY_BITS, np.uint64)
+        self._head = 0
 
     @property
     def num_bytes(self) -> int:
         """The memory of the index, in bytes."""
-        return self._ids_P.nbytes + self._chances_P.nbytes + self._places_S.nbytes
+        return self._ids_P.nbytes + self._chances_P.nbytes + self._places_S.nbytes + self._keys.nbytes
+
+    def knows(self, key: np.uint64) -> bool:
+        """Return whether there has been an answer to the prompt ``key``; of several prompts that share a slot, only the
+        last one is known."""
+        return bool(self._keys[key >> np.uint64(64 - _KEY_BITS)] == key)
 
     def add(self, key: np.uint64, context_C: IntColumn, ids_A: IntColumn, chances_A: FloatColumn) -> None:
         """Add an answer to the prompt ``key``: its tokens ``ids_A``, the probabilities with which they were drawn, and
@@ -98,25 +101,25 @@ class HistoryIndex:
         self._ids_P[places], self._chances_P[places] = line, 0.0
         self._chances_P[places[CONTEXT:-1]] = chances_A[cut:]
         contexts_AC = np.lib.stride_tricks.sliding_window_view(line[:-2], CONTEXT)
-        for number, look_up in enumerate(LOOK_UPS):
-            keys = _salted(number, key if look_up.same_prompt else np.uint64(0))
-            self._places_S[_slots(contexts_AC[:, -look_up.num_tokens :], keys, self._bits)] = places[CONTEXT:-1]
+        self._places_S[self._slots(np.full(len(contexts_AC), key), contexts_AC)] = places[CONTEXT:-1]
+        self._keys[key >> np.uint64(64 - _KEY_BITS)] = key
         self._head = int(places[-1] + 1) % len(self._ids_P)
 
-    def find(self, keys_D: Keys, contexts_DC: IntColumn, num: int) -> list[Drafts]:
+    def find(self, keys_D: Keys, contexts_DC: IntColumn, num: int) -> tuple[IntColumn, FloatColumn]:
         """Return drafts of ``num`` tokens for sequences with the prompts ``keys_D`` and the last tokens
-        ``contexts_DC``, for each of :data:`LOOK_UPS`."""
-        size, found = len(self._ids_P), []
-        for number, look_up in enumerate(LOOK_UPS):
-            last_DC = contexts_DC[:, -look_up.num_tokens :]
-            keys = _salted(number, keys_D if look_up.same_prompt else np.zeros_like(keys_D))
-            place_D1 = self._places_S[_slots(last_DC, keys, self._bits)][:, None].astype(np.int64)
-            before_DC = self._ids_P[(place_D1 - look_up.num_tokens + np.arange(look_up.num_tokens)) % size]
-            same_D1 = (before_DC == last_DC).all(axis=1, keepdims=True)
-            places_DK = (place_D1 + np.arange(num)) % size
-            chances_DK = np.where(same_D1, self._chances_P[places_DK], np.float32(0))
-            found.append(Drafts(ids_DK=self._ids_P[places_DK], chances_DK=chances_DK))
-        return found
+        ``contexts_DC``, found in each of the ways :data:`LOOK_UPS`: the ids, and the probability with which each token
+        was drawn where it was found, which is 0 from the end of the draft on."""
+        size = len(self._ids_P)
+        places_LD1 = self._places_S[self._slots(keys_D, contexts_DC)][:, :, None].astype(np.int64)
+        before_LDC = self._ids_P[(places_LD1 + np.arange(-CONTEXT, 0)) % size]
+        same_LD1 = ((before_LDC == contexts_DC) | ~_COMPARED_LC[:, None]).all(axis=2, keepdims=True)
+        places_LDK = (places_LD1 + np.arange(num)) % size
+        return self._ids_P[places_LDK], np.where(same_LD1, self._chances_P[places_LDK], np.float32(0))
+
+    def _slots(self, keys_D: Keys, contexts_DC: IntColumn) -> Index:
+        """Return for each way of looking up the slot of each sequence."""
+        sums_LD = (contexts_DC.astype(np.uint64) * _POWERS_LC[:, None]).sum(axis=2, dtype=np.uint64)
+        return _slots_of(splitmix(sums_LD + _SALTS_L) + keys_D * _BY_PROMPT_L, self._bits)
 
 
 class OwnText:
@@ -146,9 +149,9 @@ class OwnText:
         positions_N = at_N + np.arange(len(at_N))
         self._positions_RS[rows_N, self._slots(rows_N, positions_N)] = positions_N
 
-    def find(self, rows_D: Index, num: int) -> Drafts:
-        """Return a draft of ``num`` tokens for each of ``rows_D``: what followed its last tokens when they were in its
-        text before. A text that repeats itself is continued. Every token has the chance 1."""
+    def find(self, rows_D: Index, num: int) -> tuple[IntColumn, Flags]:
+        """Return a draft of ``num`` tokens for each of ``rows_D``, and whether there is one: what followed its last
+        tokens when they were in its text before. A text that repeats itself is continued."""
         length_D = self._rows.length_R[rows_D]
         position_D1 = self._positions_RS[rows_D, self._slots(rows_D, length_D)].astype(np.int64)[:, None]
         inside_D = (position_D1[:, 0] >= OWN_CONTEXT) & (position_D1[:, 0] < length_D)
@@ -160,12 +163,13 @@ class OwnText:
         same_D = inside_D & (then_DC == now_DC).all(axis=1)
         period_D1 = np.where(same_D, length_D - position_D1[:, 0], 1)[:, None]
         ids_DK = self._rows.ids_RC[rows_D[:, None], position_D1 + np.arange(num) % period_D1]
-        return Drafts(ids_DK=ids_DK, chances_DK=np.repeat(same_D[:, None], num, axis=1).astype(np.float32))
+        return ids_DK, same_D
 
     def _slots(self, rows_N: Index, ends_N: Index) -> Index:
         """Return the slot for the last tokens before each of the positions ``ends_N`` of ``rows_N``."""
         places_NC = np.maximum(ends_N[:, None] - OWN_CONTEXT + np.arange(OWN_CONTEXT), 0)
-        return _slots(self._rows.ids_RC[rows_N[:, None], places_NC], np.uint64(0), _OWN_BITS)
+        last_NC = self._rows.ids_RC[rows_N[:, None], places_NC].astype(np.uint64)
+        return _slots_of((last_NC * _POWERS[:OWN_CONTEXT]).sum(axis=1, dtype=np.uint64), _OWN_BITS)
 
 
 def contexts_of(ids_DC: IntColumn) -> IntColumn:
@@ -174,12 +178,7 @@ def contexts_of(ids_DC: IntColumn) -> IntColumn:
     return np.pad(last_DC, ((0, 0), (CONTEXT - last_DC.shape[1], 0)), constant_values=END)
 
 
-def _salted(number: int, keys: Keys | np.uint64) -> Keys:
-    """Return keys of prompts that differ from look-up to look-up."""
-    return splitmix(np.atleast_1d(keys) ^ np.uint64(number))
-
-
-def _slots(last_DC: IntColumn, keys_D: Keys | np.uint64, bits: int) -> Index:
-    """Return the slot of a table of 2 to the power ``bits`` slots for each row of tokens, under its key."""
-    sums_D = (last_DC.astype(np.uint64) * _POWERS[: last_DC.shape[1]]).sum(axis=1, dtype=np.uint64)
-    return (splitmix(sums_D + keys_D) >> np.uint64(64 - bits)).astype(np.int64)
+def _slots_of(hashes: Keys, bits: int) -> Index:
+    """Return the slot of each hash in a table of 2 to the power ``bits`` slots."""
+    slots: Index = (splitmix(hashes) >> np.uint64(64 - bits)).astype(np.int64)
+    return slots

@@ -16,7 +16,6 @@ Shape legend: D rows that decode, K tokens of a draft, W ways of finding a draft
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Several
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +25,7 @@ from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool, blocks_for
-from headrace.engine.native.history import CONTEXT, END, LOOK_UPS, Drafts, HistoryIndex, OwnText
+from headrace.engine.native.history import CONTEXT, END, HistoryIndex, OwnText
 from headrace.engine.native.rows import Index, Rows
 from headrace.engine.native.scheduler import Schedule
 from headrace.models.paged.base import BLOCK
@@ -42,10 +41,11 @@ _PRIOR_TOKENS = 8.0
 """The number of tokens for which the first estimate of a way of drafting counts."""
 _FADE = 0.995
 """The factor by which what was learned of drafts counts less with each pass."""
-_OWN = len(LOOK_UPS)
-"""The number of the way that looks up a sequence's own text; those before it are :data:`LOOK_UPS`."""
+_LONGEST_PAUSE = 15
+"""The most passes for which nothing is looked up, after look-ups that gave nothing."""
 _FIRST_TRUST = np.array([0.9, 0.5, 0.5, 0.3])
-"""The first estimate of how far the chances can be trusted, for each way."""
+"""The first estimate of how far the chances can be trusted, for each way of finding a draft: those of the history, then
+the sequence's own text."""
 
 
 class Trust:
@@ -112,6 +112,8 @@ class Speculation:
         self._chances_RK = np.zeros((config.max_sequences, self._num), np.float32)
         """How the draft of each row in the present pass was found, and the chances of its tokens there."""
         self._own = OwnText(rows)
+        self._wait = self._pause = 0
+        """For how many passes nothing is looked up now, and for how many it was not the last time."""
         self.num_drafted = self.num_accepted = 0
         """The numbers of tokens that were drafted, and that were drawn as drafted."""
 
@@ -119,6 +121,8 @@ class Speculation:
         """Set up ``row`` for a new sequence with this prompt; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
         self._own.join(row)
+        if self.history.knows(self._keys_R[row]):
+            self._wait = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
         """Move the rows ``sources`` to the places ``targets``, after rows have left."""
@@ -142,6 +146,10 @@ class Speculation:
         if not len(decoding):
             return schedule
         self._trust.fade()
+        if self._wait > 0:
+            self._wait -= 1
+            return schedule
+        self._own.read(decoding)
         ids_DK, chances_DK = self._best(decoding)
         within_D = np.minimum(rows.draftable(decoding), self._num)
         chances_DK[np.arange(self._num) >= within_D[:, None]] = 0
@@ -150,7 +158,9 @@ class Speculation:
         lengths_D = self._bounded(lengths_D, self._max_step_tokens - num_tokens)
         self._reserve(decoding, lengths_D)
         if not lengths_D.any():
+            self._pause = self._wait = min(2 * self._pause + 1, _LONGEST_PAUSE)
             return schedule
+        self._pause = 0
         drafted_DK = np.arange(self._num) < lengths_D[:, None]
         at_D, at_K = np.nonzero(drafted_DK)
         rows.ids_RC[decoding[at_D], rows.length_R[decoding[at_D]] + at_K] = ids_DK[drafted_DK]
@@ -166,15 +176,16 @@ class Speculation:
     def _best(self, rows_D: Index) -> tuple[IntColumn, Chances]:
         """Return a draft for each of ``rows_D``: of those that were found, the one of which most tokens should be
         drawn; and the chance that it is drawn up to each of its tokens."""
-        self._own.read(rows_D)
         rows, places_DC = self._rows, self._rows.length_R[rows_D][:, None] - CONTEXT + np.arange(CONTEXT)
         contexts_DC = np.where(places_DC < 0, END, rows.ids_RC[rows_D[:, None], np.maximum(places_DC, 0)])
-        found: Several[Drafts] = [
-            *self.history.find(self._keys_R[rows_D], contexts_DC, self._num), self._own.find(rows_D, self._num)
-        ]  # fmt: skip
-        ids_WDK = np.stack([each.ids_DK for each in found])
-        chances_WDK = np.nan_to_num(np.stack([each.chances_DK for each in found])).clip(0, 1)
-        chances_WDK *= (ids_WDK >= 0) & (ids_WDK < self._vocab_size)
+        ids_LDK, chances_LDK = self.history.find(self._keys_R[rows_D], contexts_DC, self._num)
+        own_DK, repeats_D = self._own.find(rows_D, self._num)
+        ids_WDK = np.concatenate([ids_LDK, own_DK[None]])
+        chances_WDK = np.concatenate([chances_LDK, np.broadcast_to(repeats_D[:, None], (1, *own_DK.shape))])
+        sound_WDK = (chances_WDK > 0) & (chances_WDK <= 1) & (ids_WDK >= 0) & (ids_WDK < self._vocab_size)
+        if not sound_WDK[:, :, 0].any():
+            return own_DK, np.zeros(own_DK.shape)
+        chances_WDK[~sound_WDK] = 0
         whole_WDK = (chances_WDK * np.minimum(self._trust.factors_W, 1)[:, None, None]).cumprod(axis=2)
         way_D, all_D = whole_WDK.sum(axis=2).argmax(axis=0), np.arange(len(rows_D))
         self._ways_R[rows_D], self._chances_RK[rows_D] = way_D, chances_WDK[way_D, all_D]
