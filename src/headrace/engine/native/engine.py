@@ -364,10 +364,12 @@ class NativeEngine:
             return drawn
         rows.computed_R[rows_D] = rows.length_R[rows_D] - 1
         self._scheduler.register_computed(rows_D[rows.computed_R[rows_D] // BLOCK > before_D // BLOCK])
-        rows_T, positions_T = drawn.tainted
+        rows_T, positions_T = drawn.spoilt
         if len(rows_T):
             blocks_T = rows.tables_RB[rows_T, positions_T // BLOCK].astype(np.int64)
             self._cache.clear_places(blocks_T, positions_T % BLOCK)
+            spoilt = np.unique(rows_T)
+            self._pool.taint(rows.tables_RB[spoilt, rows.computed_R[spoilt] // BLOCK].tolist())
         return drawn
 
     def _postprocess(self, drawn: list[Drawn]) -> None:

@@ -108,6 +108,7 @@ class Speculation:
         self.history = HistoryIndex(config.history_tokens)
         self._trust = Trust()
         self._keys_R = np.zeros(config.max_sequences, np.uint64)
+        self._barred_R = np.zeros(config.max_sequences, bool)
         self._ways_R = np.zeros(config.max_sequences, np.int64)
         self._chances_RK = np.zeros((config.max_sequences, self._num), np.float32)
         """How the draft of each row in the present pass was found, and the chances of its tokens there."""
@@ -121,12 +122,13 @@ class Speculation:
         """Set up ``row`` for a new sequence with this prompt; the other arguments are not used."""
         self._keys_R[row] = xxhash.xxh3_64_intdigest(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes())
         self._own.join(row)
+        self._barred_R[row] = False
         if self.history.knows(self._keys_R[row]):
             self._wait = 0
 
     def move(self, sources: Index, targets: Index, count: int) -> None:
         """Move the rows ``sources`` to the places ``targets``, after rows have left."""
-        self._keys_R[targets] = self._keys_R[sources]
+        self._keys_R[targets], self._barred_R[targets] = self._keys_R[sources], self._barred_R[sources]
         self._own.move(sources, targets)
 
     def learn(self, row: int) -> None:
@@ -151,7 +153,9 @@ class Speculation:
             return schedule
         self._own.read(decoding)
         ids_DK, chances_DK = self._best(decoding)
-        within_D = np.minimum(rows.draftable(decoding), self._num)
+        within_D = np.where(self._barred_R[decoding], 0, rows.draftable(decoding))
+        if schedule.joined:  # they may share a block that this pass completes, which a draft must not spoil
+            within_D[rows.length_R[decoding] % BLOCK == 0] = 0
         chances_DK[np.arange(self._num) >= within_D[:, None]] = 0
         num_tokens = int(schedule.counts_R.sum())
         lengths_D = cheapest(chances_DK, num_tokens - len(decoding))
@@ -172,6 +176,10 @@ class Speculation:
         the draft, and whether it was drawn."""
         self.num_accepted += int(drawn_E.sum())
         self._trust.note(self._ways_R[rows_E], self._chances_RK[rows_E, places_E], drawn_E)
+
+    def bar(self, rows_E: Index) -> None:
+        """Draft nothing more for the sequences in ``rows_E``."""
+        self._barred_R[rows_E] = True
 
     def _best(self, rows_D: Index) -> tuple[IntColumn, Chances]:
         """Return a draft for each of ``rows_D``: of those that were found, the one of which most tokens should be

@@ -27,7 +27,7 @@ from headrace.engine.config import EngineConfig
 from headrace.engine.native.rows import Index
 from headrace.models.kernels.fuse import fits
 from headrace.models.kernels.ops import Kernels, kernels
-from headrace.models.recurrent import StatePass, StatePool, recurrent_layers, state_shapes
+from headrace.models.recurrent import StatePass, StatePool, state_shapes
 
 
 class Snapshots:
@@ -162,9 +162,10 @@ def make_states(model: PreTrainedModel, config: EngineConfig) -> SequenceStates 
     if not shapes:
         return None
     if config.speculation != "off":
+        layers = sorted({layer for layer, _ in shapes})
         raise ConfigError(
-            f"engine.speculation={config.speculation!r}: layers {recurrent_layers(model)} of the model carry a state, "
-            "which cannot be turned back where a drafted token is not drawn",
+            f"engine.speculation={config.speculation!r}: layers {layers} of the model carry a state, which cannot "
+            "be turned back where a drafted token is not drawn",
             remedy="leave engine.speculation out, or use a model whose layers only attend",
         )
     snapshots = config.max_sequences if config.state_snapshots is None else config.state_snapshots

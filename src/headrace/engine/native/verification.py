@@ -7,7 +7,8 @@
 A draw depends on its logits, the request's seed and its position. A draw is kept if all before it were as drafted, so
 that its logits are those of the sequence's own tokens: it is the token that the sequence would have got without drafts.
 What was computed beyond the last kept draw is overwritten by the next pass. Rows whose logits change with every token
-(penalties, structures) draw one position after the other.
+(penalties, structures) draw one position after the other. A drafted token whose numbers are not finite could spoil the
+positions before it, whose kernels multiply its values by 0: its row gets nothing from the pass, and no draft any more.
 
 Shape legend: P positions with logits, D rows that draw, A positions that are drawn together, V vocabulary.
 """
@@ -34,7 +35,7 @@ _NO_DRAFT = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """The rows that sampled tokens in a pass: those whose context is complete."""
+    """The rows that sampled tokens in a pass: those whose context is complete, but for rows that a draft has spoilt."""
 
     rows_D: Index
     sound_D: Flags
@@ -43,8 +44,8 @@ class Drawn:
     """Whether the newest token of each row completed one of its stop strings."""
     num_tokens: int
     """The number of tokens that were sampled."""
-    tainted: tuple[Index, Index]
-    """The rows and positions whose keys and values may hold NaN, and are not those of a token of the sequence."""
+    spoilt: tuple[Index, Index]
+    """The rows and positions of drafted tokens whose keys and values may hold NaN."""
 
 
 class TokenDrawer:
@@ -64,7 +65,7 @@ class TokenDrawer:
         none = np.zeros(0, np.int64)
         if not len(rows_D):
             unset = np.zeros(0, bool)
-            return Drawn(rows_D=rows_D, sound_D=unset, completed_D=unset, num_tokens=0, tainted=(none, none))
+            return Drawn(rows_D=rows_D, sound_D=unset, completed_D=unset, num_tokens=0, spoilt=(none, none))
         if drafts_D is None:
             draw = self._controls.draw(logits_PV, self._rows.length_R[rows_D], rows_D)
             self._controls.append(draw.ids_R, rows_D)
@@ -72,9 +73,10 @@ class TokenDrawer:
             self._record(draw, (rows_D, ids_D, logprobs_D), stamp, 0)
             completed_D = self._completed(rows_D, ids_D, np.arange(len(rows_D)))
             return Drawn(
-                rows_D=rows_D, sound_D=sound_D, completed_D=completed_D, num_tokens=len(rows_D), tainted=(none, none)
+                rows_D=rows_D, sound_D=sound_D, completed_D=completed_D, num_tokens=len(rows_D), spoilt=(none, none)
             )
         verified = _Verification(self._rows, rows_D, drafts_D, self._controls.depends_on_answer(rows_D))
+        verified.exclude_spoilt(logits_PV)
         stamp_P = stamp if isinstance(stamp, int) else np.repeat(stamp, drafts_D + 1)
         at = verified.first()
         while len(at):
@@ -93,9 +95,11 @@ class TokenDrawer:
                 verified.offsets(at[kept]),
             )
             at = verified.next(at)
+        drawn = verified.drawn()
         if self._speculation is not None:
             self._speculation.note(*verified.tested())
-        return verified.drawn(logits_PV)
+            self._speculation.bar(drawn.spoilt[0])
+        return drawn
 
     def _record(
         self, draw: Draw, columns: tuple[Index, Index, FloatColumn], stamp: int | Index, offsets_A: Index | int
@@ -138,18 +142,25 @@ class _Verification:
         self._draft_P = np.full(len(self._of_P), _NO_DRAFT, np.int64)
         self._draft_P[drafted_P] = rows.ids_RC[self.rows_P[drafted_P], self.positions_P[drafted_P]]
         self._in_order_P = in_order_D[self._of_P]
-        self._drawn_P, self._kept_P, self._as_drafted_P, self._goes_on_P, self._sound_P, self._completed_P = (
-            np.zeros(len(self._of_P), bool) for _ in range(6)
+        self._spoilt_D = np.zeros(len(rows_D), bool)
+        self._kept_P, self._as_drafted_P, self._goes_on_P, self._sound_P, self._completed_P = (
+            np.zeros(len(self._of_P), bool) for _ in range(5)
         )
+
+    def exclude_spoilt(self, logits_PV: Tensor) -> None:
+        """Exclude the rows with a draft in which any position has logits that define no distribution."""
+        unsound = np.flatnonzero(~logits_PV.amax(dim=-1).isfinite().cpu().numpy())
+        self._spoilt_D[self._of_P[unsound]] = True
+        self._spoilt_D &= np.bincount(self._of_P) > 1
 
     def first(self) -> Index:
         """Return the positions that are drawn first: all, but of a row that draws in order only one."""
-        return np.flatnonzero(~self._in_order_P | (self._offsets_P == 0))
+        return np.flatnonzero((~self._in_order_P | (self._offsets_P == 0)) & ~self._spoilt_D[self._of_P])
 
     def take(self, at: Index, ids_A: Index, sound_A: Flags) -> Index:
         """Take in the draws at the positions ``at``, and return the places among them that are kept: of each row, up to
         the first draw that is not as drafted, not sound, or one of its stop ids."""
-        self._drawn_P[at], self._sound_P[at] = True, sound_A
+        self._sound_P[at] = sound_A
         self._as_drafted_P[at] = ids_A == self._draft_P[at]
         self._goes_on_P[at] = goes_on_A = (
             self._as_drafted_P[at] & sound_A & ~self._rows.are_stops(self.rows_P[at], ids_A)
@@ -190,21 +201,17 @@ class _Verification:
         places = np.flatnonzero(self._kept_P & (self._draft_P != _NO_DRAFT))
         return self.rows_P[places], self._offsets_P[places], self._as_drafted_P[places]
 
-    def drawn(self, logits_PV: Tensor) -> Drawn:
-        """Return the outcome for each row, after all draws. ``logits_PV`` are those of all positions."""
+    def drawn(self) -> Drawn:
+        """Return the outcome for each row, after all draws."""
         num_D = np.bincount(self._of_P[self._kept_P], minlength=len(self._rows_D))
-        last_D = self._starts_D + num_D - 1
-        open_ = np.flatnonzero(~self._drawn_P)
-        if len(open_):
-            most = logits_PV[torch.from_numpy(open_).to(logits_PV.device)].amax(dim=-1)
-            self._sound_P[open_] = most.isfinite().cpu().numpy()
-        tainted = np.flatnonzero(~self._kept_P & ~self._sound_P)
+        last_D = (self._starts_D + num_D - 1)[~self._spoilt_D]
+        spoilt = np.flatnonzero(self._spoilt_D[self._of_P] & (self._offsets_P > 0))
         return Drawn(
-            rows_D=self._rows_D,
+            rows_D=self._rows_D[~self._spoilt_D],
             sound_D=self._sound_P[last_D],
             completed_D=self._completed_P[last_D],
             num_tokens=int(num_D.sum()),
-            tainted=(self.rows_P[tainted], self.positions_P[tainted] - 1),
+            spoilt=(self.rows_P[spoilt], self.positions_P[spoilt] - 1),
         )
 
 
