@@ -37,6 +37,8 @@ PASS_COST = 16.0
 28M parameters on a processor, as the next one is: see docs/design/014-speculation.md."""
 ROW_COST = 2.0
 """The cost of a row with one token, in the same unit: it reads its context, which further tokens share."""
+DRAFT_COST = 8.0
+"""What drafting costs a pass besides its tokens, in the same unit."""
 _PRIOR_TOKENS = 8.0
 """The number of tokens for which the first estimate of a way of drafting counts."""
 _FADE = 0.995
@@ -91,8 +93,10 @@ def cheapest(chances_DK: Chances, num_others: int) -> Index:
     likely = np.flatnonzero(flat > 0)
     order = likely[np.argsort(-flat[likely], kind="stable")]  # of equal chances the earlier token is first
     fixed = PASS_COST + ROW_COST * num_rows + num_others
-    costs = (fixed + np.arange(len(order) + 1)) / (num_rows + np.concatenate([[0.0], np.cumsum(flat[order])]))
-    lengths: Index = np.bincount(order[: int(costs.argmin())] // width, minlength=num_rows)
+    costs = fixed + DRAFT_COST + np.arange(len(order) + 1)
+    costs[0] = fixed
+    each = costs / (num_rows + np.concatenate([[0.0], np.cumsum(flat[order])]))
+    lengths: Index = np.bincount(order[: int(each.argmin())] // width, minlength=num_rows)
     return lengths
 
 

@@ -21,13 +21,9 @@ def bench(
     name: str = typer.Argument(help=f"Benchmark to run: {', '.join(BENCHMARKS)}."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object."),
     threads: int = typer.Option(
-        0, min=0, help="engine, learner, sync: threads per process; 0: the benchmark's default."
+        0, min=0, help="engine, learner, speculation, sync: threads per process; 0: the benchmark's default."
     ),
-    quick: bool = typer.Option(
-        False,
-        "--quick",
-        help="agents, controller, distill, engine, fleet, learner, learning, ledger, plan, scoring, sync: a trial.",
-    ),
+    quick: bool = typer.Option(False, "--quick", help="Small sizes, as a trial; a benchmark without them refuses it."),
     vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
     before: str = typer.Option("", metavar="PYTHON", help="controller: an interpreter of an earlier headrace, beside."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),

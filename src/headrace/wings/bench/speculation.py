@@ -1,0 +1,175 @@
+"""Speculation from history in the embedded engine: an engine with it beside one without, on the same requests.
+
+Both engines are in this process and take turns of a tenth of a second, so that whatever else the machine does falls on
+both. Each samples answers to the same rows, twice, with other seeds the second time: two *visits*. The answers of both
+engines must be equal. A third model, with random weights, gives drafts that are never drawn: what speculation costs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.tokens import Tokens
+from headrace.base.types.versions import INITIAL
+from headrace.engine import EngineConfig
+from headrace.engine.native import NativeEngine
+from headrace.engine.native.swaps import LoadedWeights
+from headrace.models import ModelConfig, load_model
+from headrace.models.tiny import make_tiny
+from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
+from headrace.wings.bench.engine import LARGE, SMALL
+from headrace.wings.bench.speculation_rows import ANSWER, PROMPT, PhraseBook, train, widen
+
+_TURN_S = 0.1
+"""How long an engine works before the other one has its turn."""
+ROUNDS = 3
+BATCHES = {8: 1.3, 64: 1.15}
+"""The largest numbers of running sequences that are measured, each with the speed of a second visit that is aimed at,
+relative to the same engine without speculation."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Side:
+    """One of the two engines that are compared, and what it has done in the present visit."""
+
+    engine: NativeEngine
+    seconds: float = 0.0
+    parts: dict[int, list[Tokens]] = field(default_factory=dict)
+    """The tokens of each request, in the order in which they came."""
+
+    def work(self, clock: RealClock) -> None:
+        """Compute passes for a turn, or until nothing is left to do."""
+        begun_s = clock.now()
+        while self.engine.has_work() and clock.now() - begun_s < _TURN_S:
+            for chunk in self.engine.step():
+                self.parts.setdefault(chunk.request_id, []).append(chunk.tokens)
+        self.seconds += clock.now() - begun_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Comparison:
+    """The measurements of one visit by both engines."""
+
+    speed: float
+    """Tokens per second with speculation, relative to those without."""
+    passes_by_token: float
+    """The number of passes of a sequence with speculation by its number of tokens."""
+    accepted_frac: float
+    """The fraction of the drafted tokens that were drawn; 0 without drafts."""
+    tok_s: float
+    """Tokens per second with speculation."""
+    nats_by_token: float
+    """The mean of −log μ over the tokens."""
+
+
+def _engine(model_dir: Path, batch: int, speculation: Literal["off", "history"]) -> NativeEngine:
+    """Return an engine that serves the model in ``model_dir`` to at most ``batch`` sequences at once."""
+    config = EngineConfig(max_sequences=batch, max_new_tokens=ANSWER, speculation=speculation)
+    engine = NativeEngine(
+        load_model(ModelConfig(path=str(model_dir))),
+        config,
+        max_context=PROMPT + ANSWER,
+        receiver=LoadedWeights(),
+        clock=RealClock(),
+    )
+    engine.commit(INITIAL)
+    engine.take_swaps()
+    return engine
+
+
+def _visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
+    """Let both engines, the one without speculation first, answer all rows with the seeds of visit ``number``, and
+    return the measurements. Raises ``RuntimeError`` if their tokens or logprobs differ."""
+    clock, rng, book = RealClock(), np.random.default_rng(0), PhraseBook()
+    prompts = [book.text(rng, PROMPT) for _ in range(num_rows)]
+    before = sides[1].engine.stats()
+    for side in sides:
+        side.seconds, side.parts = 0.0, {}
+        for row, prompt_ids_T in enumerate(prompts):
+            seed = number * num_rows + row
+            sampling = Sampling(max_new_tokens=ANSWER, temperature=temperature, seed=seed)
+            side.engine.add(GenerateRequest(request_id=row, prompt_ids_T=prompt_ids_T, sampling=sampling))
+    while any(side.engine.has_work() for side in sides):
+        for side in sides:
+            side.work(clock)
+    plain, drafted = ([Tokens.concat(side.parts[row]) for row in range(num_rows)] for side in sides)
+    for expected, found in zip(plain, drafted, strict=True):
+        if (expected.ids_T != found.ids_T).any() or (expected.logprobs_T != found.logprobs_T).any():
+            raise RuntimeError("an answer with speculation differs from the one without")
+    after = sides[1].engine.stats()
+    tokens = after.generated_tokens - before.generated_tokens
+    num_drafted = after.drafted_tokens - before.drafted_tokens
+    accepted = after.accepted_tokens - before.accepted_tokens
+    return _Comparison(
+        speed=sides[0].seconds / sides[1].seconds,
+        passes_by_token=1 - accepted / tokens,
+        accepted_frac=accepted / num_drafted if num_drafted else 0.0,
+        tok_s=tokens / sides[1].seconds,
+        nats_by_token=-float(np.concatenate([each.logprobs_T for each in drafted]).mean()),
+    )
+
+
+def _measure(
+    model_dir: Path, batch: int, *, num_rows: int, rounds: int, temperature: float = 1.0
+) -> tuple[list[_Comparison], list[_Comparison]]:
+    """Return the measurements of the first and of the second visit of each round; every round begins with engines that
+    have seen nothing."""
+    first, second = list[_Comparison](), list[_Comparison]()
+    for turn in range(rounds):
+        sides = tuple(_Side(engine=_engine(model_dir, batch, each)) for each in ("off", "history"))
+        assert len(sides) == 2
+        for visits, number in ((first, 2 * turn), (second, 2 * turn + 1)):
+            visits.append(_visit(sides, number, num_rows, temperature))
+    return first, second
+
+
+def _row(what: str, batch: int, visits: list[_Comparison]) -> Row:
+    """Return the row of the report for several measurements of the same visit: medians."""
+    middle = {name: statistics.median(getattr(each, name) for each in visits) for name in _Comparison.__slots__}
+    return {"what": what, "batch": batch, **middle, "lowest_speed": min(each.speed for each in visits)}
+
+
+def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
+    """Measure how much faster speculation makes a second visit to the same rows, and what it costs a first one, at
+    batches of 8 and 64. ``threads`` is the number of threads (unset: all cores); with ``quick`` everything is small and
+    the figures mean nothing."""
+    torch.set_num_threads(threads or num_cores())
+    rows: list[Row] = []
+    targets: list[Target] = []
+    num_rows, rounds = (8, 1) if quick else (200, ROUNDS)
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
+        directory = Path(scratch)
+        small = train(directory / "1M", on_progress, steps=20) if quick else train(directory / "1M", on_progress)
+        models = {"1M": small} if quick else {"1M": small, "28M": widen(small, directory / "28M")}
+        for name, model_dir in models.items():
+            spec = SMALL if name == "1M" else LARGE
+            blank = make_tiny(directory / f"{name}-random", replace(spec, seed=1))
+            for batch, least in BATCHES.items():
+                on_progress(f"{name}, batch {batch}")
+                first, second = _measure(model_dir, batch, num_rows=num_rows, rounds=rounds)
+                nothing, _ = _measure(blank, batch, num_rows=num_rows, rounds=rounds)
+                what = f"{name}, batch {batch}"
+                rows += [
+                    _row(f"{name}, first visit", batch, first),
+                    _row(f"{name}, second visit", batch, second),
+                    _row(f"{name}, random weights", batch, nothing),
+                ]
+                targets += [
+                    at_most(f"{what}, second visit, passes by token", rows[-2]["passes_by_token"], 0.6, "ratio"),
+                    at_least(f"{what}, second visit, tok/s by without", rows[-2]["speed"], least, "ratio"),
+                    at_least(f"{what}, first visit, tok/s by without", rows[-3]["speed"], 0.97, "ratio"),
+                    at_least(f"{what}, nothing to draft, tok/s by without", rows[-1]["speed"], 0.97, "ratio"),
+                ]
+    return report(rows, targets)

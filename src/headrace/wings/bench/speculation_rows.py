@@ -1,0 +1,133 @@
+"""The rows of the benchmark ``speculation``, and the models that answer them.
+
+A row begins somewhere in a book of phrases. Every phrase has several wordings, and the wording decides which phrase is
+next, so that the answers to one row begin alike, part at some wording, and share phrases afterwards. A careless writer
+also mistypes characters. A small model learns the book from such answers; the same function, computed by a model of
+more layers and wider ones, has the cost of a larger model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from headrace.algo.config import AlgoConfig
+from headrace.algo.objective import Objective
+from headrace.base.clock import RealClock
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.columns import IntColumn
+from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.tokens import Tokens
+from headrace.learner import LearnerConfig
+from headrace.learner.base import LearnerContext
+from headrace.learner.core import LearnerCore
+from headrace.models import ModelConfig, load_model
+from headrace.models.tiny import make_tiny
+from headrace.wings.bench.engine import LARGE, SMALL
+
+PROMPT, ANSWER = 8, 128
+"""The numbers of tokens of every prompt and of every answer."""
+PHRASES, WORDINGS = 60, (0.6, 0.3, 0.1)
+"""The number of phrases, and the probabilities of the wordings of each."""
+MISTYPED_FRAC = 0.02
+"""The fraction of the characters of demonstrations that are mistyped."""
+STEPS, BATCH = 300, 32
+"""The number of training steps, and of demonstrations in each."""
+_FIRST = 3
+"""The id of the first character."""
+
+
+class PhraseBook:
+    """Phrases of random characters, of the vocabulary of the engine's benchmark. Equal arguments give equal texts."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(7)
+        self._num = len(SMALL.vocab)
+        self._wordings = [[self._characters(rng, int(rng.integers(7, 13))) for _ in WORDINGS] for _ in range(PHRASES)]
+        self._next = rng.integers(0, PHRASES, (PHRASES, len(WORDINGS)))
+
+    def text(self, rng: np.random.Generator, num_tokens: int, *, mistyped_frac: float = 0.0) -> IntColumn:
+        """Return ``num_tokens`` tokens of the book from a random phrase on; each phrase begins with its own
+        character. ``mistyped_frac`` is the fraction of the other characters that are mistyped."""
+        phrase, ids = int(rng.integers(PHRASES)), list[int]()
+        while len(ids) < num_tokens:
+            wording = int(rng.choice(len(WORDINGS), p=WORDINGS))
+            words = self._wordings[phrase][wording]
+            mistyped = rng.random(len(words)) < mistyped_frac
+            ids += [_FIRST + phrase, *np.where(mistyped, self._characters(rng, len(words)), words).tolist()]
+            phrase = int(self._next[phrase, wording])
+        return np.array(ids[:num_tokens], np.int32)
+
+    def _characters(self, rng: np.random.Generator, count: int) -> IntColumn:
+        """Return ``count`` random characters."""
+        return _FIRST + rng.integers(self._num, size=count).astype(np.int32)
+
+
+def train(directory: Path, on_progress: Callable[[str], None], *, steps: int = STEPS) -> Path:
+    """Train a small model on demonstrations of the book for ``steps`` steps, write it into ``directory``, and return
+    that path. ``on_progress`` is called with lines of progress."""
+    cold = make_tiny(directory.with_name(f"{directory.name}-untrained"), replace(SMALL, init_std=0.08))
+    core = LearnerCore(
+        load_model(ModelConfig(path=str(cold))),
+        LearnerConfig(lr=2e-3, warmup_steps=20, betas=(0.9, 0.98), tokens_per_microbatch=8192),
+        Objective.build(AlgoConfig.model_validate({"loss": "ce"})),
+        LearnerContext(temperature=1.0, total_steps=steps, model_dir=cold, clock=RealClock()),
+    )
+    rng, book = np.random.default_rng(1), PhraseBook()
+    masks_T = np.arange(PROMPT + ANSWER) >= PROMPT
+    for step in range(steps):
+        texts = [book.text(rng, PROMPT + ANSWER, mistyped_frac=MISTYPED_FRAC) for _ in range(BATCH)]
+        samples = [
+            TrainSample(key=EpisodeKey(place, 0), tokens=Tokens.observed(ids), mask_T=masks_T, advantage=1.0)
+            for place, ids in enumerate(texts)
+        ]
+        trained = core.train(Batch.collate(step, samples))
+        if step % 100 == 99:
+            on_progress(f"training step {step + 1} of {steps}: loss {trained.metrics['loss']:.2f}")
+    directory.mkdir()
+    core.save(directory)
+    shutil.rmtree(cold)
+    return directory
+
+
+@torch.inference_mode()
+def widen(small_dir: Path, directory: Path) -> Path:
+    """Write a model of the size :data:`~headrace.wings.bench.engine.LARGE` into ``directory`` that computes the same
+    function as the model of the size ``SMALL`` in ``small_dir``, and return its path. Zeros fill the wider matrices,
+    and the added layers add nothing; they are computed like any others."""
+    small = dict(load_model(ModelConfig(path=str(small_dir))).named_parameters())
+    model = load_model(ModelConfig(path=str(make_tiny(directory, LARGE))))
+    for name, parameter in model.named_parameters():
+        parameter.zero_()
+        if name in small:
+            _place(name, small[name], parameter)
+    model.save_pretrained(directory)
+    return directory
+
+
+def _place(name: str, value: Tensor, target: Tensor) -> None:
+    """Write the parameter ``name`` of the small model, ``value``, into that of the large one, which holds zeros. A norm
+    over more numbers divides by a smaller mean square, which its weight makes up for."""
+    size, large_size = SMALL.hidden_size // SMALL.num_heads, LARGE.hidden_size // LARGE.num_heads
+    spread = torch.arange(0, large_size, large_size // size)  # so that each rotates as fast as in the small model
+    kind = name.split(".")[-2]
+    if kind == "q_norm":  # the scale of the scores is that of larger heads
+        target[spread] = value
+    elif kind == "k_norm":
+        target[spread] = value / (large_size / size) ** 0.5
+    elif kind in ("q_proj", "k_proj", "v_proj"):
+        heads = target.unflatten(0, (-1, large_size))
+        heads[: len(value) // size, spread, : value.shape[1]] = value.unflatten(0, (-1, size))
+    elif kind == "o_proj":
+        heads = target.unflatten(1, (-1, large_size))
+        heads[: len(value), : value.shape[1] // size, spread] = value.unflatten(1, (-1, size))
+    elif value.dim() == 1:
+        target[: len(value)] = value / (LARGE.hidden_size / SMALL.hidden_size) ** 0.5
+    else:
+        target[: value.shape[0], : value.shape[1]] = value
