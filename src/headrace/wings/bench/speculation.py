@@ -35,6 +35,8 @@ from headrace.wings.bench.speculation_rows import ANSWER, PROMPT, PhraseBook, tr
 _TURN_S = 0.1
 """How long an engine works before the other one has its turn."""
 ROUNDS = 3
+TEMPERATURE = 0.7
+"""The sampling temperature of the trained model; its tokens then have 0.15 nats on average."""
 BATCHES = {8: 1.3, 64: 1.15}
 """The largest numbers of running sequences that are measured, each with the speed of a second visit that is aimed at,
 relative to the same engine without speculation."""
@@ -122,17 +124,16 @@ def _visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: 
 
 
 def _measure(
-    model_dir: Path, batch: int, *, num_rows: int, rounds: int, temperature: float = 1.0
-) -> tuple[list[_Comparison], list[_Comparison]]:
-    """Return the measurements of the first and of the second visit of each round; every round begins with engines that
+    model_dir: Path, batch: int, *, num_rows: int, rounds: int, num_visits: int, temperature: float
+) -> list[list[_Comparison]]:
+    """Return for each of ``num_visits`` visits the measurements of all rounds; every round begins with engines that
     have seen nothing."""
-    first, second = list[_Comparison](), list[_Comparison]()
+    visits: list[list[_Comparison]] = [[] for _ in range(num_visits)]
     for turn in range(rounds):
-        sides = tuple(_Side(engine=_engine(model_dir, batch, each)) for each in ("off", "history"))
-        assert len(sides) == 2
-        for visits, number in ((first, 2 * turn), (second, 2 * turn + 1)):
-            visits.append(_visit(sides, number, num_rows, temperature))
-    return first, second
+        sides = _Side(engine=_engine(model_dir, batch, "off")), _Side(engine=_engine(model_dir, batch, "history"))
+        for number, found in enumerate(visits):
+            found.append(_visit(sides, num_visits * turn + number, num_rows, temperature))
+    return visits
 
 
 def _row(what: str, batch: int, visits: list[_Comparison]) -> Row:
@@ -148,7 +149,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
     torch.set_num_threads(threads or num_cores())
     rows: list[Row] = []
     targets: list[Target] = []
-    num_rows, rounds = (8, 1) if quick else (200, ROUNDS)
+    size = {"num_rows": 8, "rounds": 1} if quick else {"num_rows": 200, "rounds": ROUNDS}
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         directory = Path(scratch)
         small = train(directory / "1M", on_progress, steps=20) if quick else train(directory / "1M", on_progress)
@@ -158,8 +159,8 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             blank = make_tiny(directory / f"{name}-random", replace(spec, seed=1))
             for batch, least in BATCHES.items():
                 on_progress(f"{name}, batch {batch}")
-                first, second = _measure(model_dir, batch, num_rows=num_rows, rounds=rounds)
-                nothing, _ = _measure(blank, batch, num_rows=num_rows, rounds=rounds)
+                first, second = _measure(model_dir, batch, num_visits=2, temperature=TEMPERATURE, **size)
+                (nothing,) = _measure(blank, batch, num_visits=1, temperature=1.0, **size)
                 what = f"{name}, batch {batch}"
                 rows += [
                     _row(f"{name}, first visit", batch, first),
