@@ -203,7 +203,7 @@ class EngineConfig(Section):
     draft_tokens: int = Field(default=8, ge=1, le=64)
     """The most tokens of a sequence that are drafted for one pass. How many are drafted depends on their chances."""
     history_tokens: int = Field(default=1_000_000, ge=1024, le=2**28)
-    """The number of tokens of earlier answers that drafts are taken from; the newest are kept. Each takes about 24
+    """The number of tokens of earlier answers that drafts are taken from; the newest are kept. Each takes about 40
     bytes of memory."""
     flush_tokens: int = Field(default=64, ge=1)
     """The tokens of a running sequence are reported each time there are this many new ones, and when it ends."""

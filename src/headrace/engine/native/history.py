@@ -29,8 +29,9 @@ OWN_CONTEXT = 5
 """The number of tokens that a look-up in a sequence's own text compares."""
 END = -1
 """The id after the last token of an answer, and before the first of a short context."""
-_PER_TOKEN = 4
-"""The slots of the table for each token of the ring, at least; a token takes one for each way of looking up."""
+_PER_TOKEN = 8
+"""The slots of the table for each token of the ring, at least. A token takes one for each way of looking up, and loses
+it to a newer one with the same slot: one in seven of all that the ring holds."""
 _KEY_BITS = 16
 """The binary logarithm of the number of prompts that can be known."""
 _OWN_BITS = 11
@@ -56,7 +57,7 @@ LOOK_UPS = (
 )
 """The ways in which drafts are found in the history."""
 _COMPARED_LC = np.arange(CONTEXT) >= CONTEXT - np.array([[each.num_tokens] for each in LOOK_UPS])
-_POWERS_LC = _POWERS * _COMPARED_LC
+_LENGTHS = {each.num_tokens for each in LOOK_UPS}
 _SALTS_L = np.arange(1, len(LOOK_UPS) + 1, dtype=np.uint64)[:, None]
 _BY_PROMPT_L = np.array([[each.same_prompt] for each in LOOK_UPS])
 
@@ -118,7 +119,9 @@ class HistoryIndex:
 
     def _slots(self, keys_D: Keys, contexts_DC: IntColumn) -> Index:
         """Return for each way of looking up the slot of each sequence."""
-        sums_LD = (contexts_DC.astype(np.uint64) * _POWERS_LC[:, None]).sum(axis=2, dtype=np.uint64)
+        parts_DC = contexts_DC.astype(np.uint64) * _POWERS
+        sums = {num: parts_DC[:, -num:].sum(axis=1, dtype=np.uint64) for num in _LENGTHS}
+        sums_LD = np.stack([sums[each.num_tokens] for each in LOOK_UPS])
         return _slots_of(splitmix(sums_LD + _SALTS_L) + keys_D * _BY_PROMPT_L, self._bits)
 
 
