@@ -162,6 +162,8 @@ _PARTS = _rows(
     ("cache_used_frac", "frac", MEAN, "Blocks of the key-value cache that sequences hold"),
     ("cache_hit_frac", "frac", MEAN, "Prompt tokens since the last step that the prefix cache served"),
     ("cache_bytes", "bytes", LAST, "Memory of the key-value cache"),
+    ("draft_accepted_frac", "frac", MEAN, "Drafted tokens since the last step that were drawn (engine.speculation)"),
+    ("passes_by_token", "", MEAN, "Passes of a sequence by its sampled tokens since the last step; 1 without drafts"),
     ("preempted", "times", LAST, "Sequences that left a full cache and continued later, since the engine started"),
     ("memory/{part}", "bytes", LAST, "Memory that a process of the run holds (its resident set)"),
     ("cpu/{part}", "cores", MEAN, "Processor time of a process over time"),

@@ -318,6 +318,10 @@ class RunMetrics:
         prompts = stats.prompt_tokens - before.prompt_tokens
         if prompts > 0:
             metrics["cache_hit_frac"] = (stats.cached_tokens - before.cached_tokens) / prompts
+        if (drafted := stats.drafted_tokens - before.drafted_tokens) > 0:
+            accepted = stats.accepted_tokens - before.accepted_tokens
+            metrics["draft_accepted_frac"] = accepted / drafted
+            metrics["passes_by_token"] = 1 - accepted / max(stats.generated_tokens - before.generated_tokens, 1)
         if num_episodes:
             metrics["cost_s_per_episode"] = wall_s / num_episodes
             metrics["engine_s_per_episode"] = max(0.0, busy_s) / num_episodes

@@ -30,6 +30,8 @@ _COUNTERS = {
     "prompt_tokens": "Prompt tokens taken in.",
     "cached_tokens": "Prompt tokens that the prefix cache served.",
     "steps": "Forward passes.",
+    "drafted_tokens": "Tokens that speculation drafted.",
+    "accepted_tokens": "Drafted tokens that were drawn; each spared its sequence a pass.",
     "preempted": "Times a sequence left the batch because the cache was full.",
 }
 """Figures of the engine that only rise, each with its help text."""
