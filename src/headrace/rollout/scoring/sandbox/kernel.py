@@ -16,7 +16,7 @@ _ANY_NAMESPACE = 0x7E020000
 """All flags of clone(2) that create a namespace."""
 READ_ONLY, NO_SUID, NO_DEVICES, NO_EXEC, REMOUNT, BIND, RECURSIVE, PRIVATE = 1, 2, 4, 8, 32, 4096, 16384, 1 << 18
 _DETACH = 2
-_DEATH_SIGNAL, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES, _FILTER = 1, 22, 36, 38, 2
+_DEATH_SIGNAL, _DUMPABLE, _SECCOMP, _SUBREAPER, _NO_NEW_PRIVILEGES, _FILTER = 1, 4, 22, 36, 38, 2
 _MOUNT_SETATTR = 442
 _MACHINE = os.uname().machine
 _PLACE = {"x86_64": 0, "aarch64": 1}.get(_MACHINE)
@@ -85,6 +85,11 @@ def change_root(root: str) -> None:
     os.chdir("/")
 
 
+def unmount(target: str) -> None:
+    """Detach the mount at ``target``: its files are freed when no process uses them any more."""
+    _checked(_libc.umount2(target.encode(), _DETACH), f"umount2 {target}")
+
+
 def _prctl(option: int, first: int, second: int = 0) -> None:
     """Call prctl(2) with an option and two arguments. Raises ``OSError`` if the kernel refuses."""
     if sys.platform != "linux":
@@ -95,6 +100,12 @@ def _prctl(option: int, first: int, second: int = 0) -> None:
 def die_with_parent() -> None:
     """Let the kernel send SIGKILL to this process when the thread that started it ends."""
     _prctl(_DEATH_SIGNAL, 9)
+
+
+def hide_memory() -> None:
+    """Refuse the memory, the open files and the environment of this process to other processes of the same user, in
+    /proc and by ptrace(2). It ends when the process executes another program."""
+    _prctl(_DUMPABLE, 0)
 
 
 def adopt_orphans() -> None:

@@ -66,7 +66,7 @@ def run(
             "env": ENVIRONMENT,
             "stdin": _encoded(stdin),
             "files": {name: _encoded(content) for name, content in (files or {}).items()},
-            "readable": _readable(readable),
+            "readable": readable_paths(readable),
             "scratch": scratch,
             "limits": {name: getattr(limits, name) for name in SandboxLimits.__slots__},
         }
@@ -114,7 +114,7 @@ def _encoded(content: str | bytes) -> str:
     return base64.b64encode(data).decode()
 
 
-def _readable(more: Sequence[str]) -> list[str]:
+def readable_paths(more: Sequence[str]) -> list[str]:
     """Return the folders and files that a sandbox shows: those of the system and of this Python, and ``more``; none
     lies within another."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
@@ -247,11 +247,11 @@ class _RunningLauncher:
         elif status >= 0:
             change = {"exit_code": status}
         else:
-            change = {"reason": _by_signal(-status, finished.cpu_s, self._limits), "signal": -status}
+            change = {"reason": by_signal(-status, finished.cpu_s, self._limits), "signal": -status}
         return msgspec.structs.replace(finished, **change)
 
 
-def _by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
+def by_signal(number: int, cpu_s: float, limits: SandboxLimits) -> Reason:
     """Return the reason of an end by signal ``number``, which is also how the kernel reports that the processor time is
     used up."""
     if number == signal.SIGXCPU or (number == signal.SIGKILL and cpu_s >= limits.cpu_s):

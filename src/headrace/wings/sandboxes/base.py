@@ -1,0 +1,386 @@
+"""The contract of sandboxes: sessions in which an agent works with files and a shell, and the drivers that make them.
+
+    driver.start(spec) ──▶ session ── run, read, write ──▶ stop, or the end of its time
+                              │ snapshot: files, directory, variables
+                              ▼
+                           snapshot ── driver.fork ──▶ another session that continues from there
+                              └── release
+
+A driver makes sessions in one way: the jail of Headrace, bubblewrap, containers. A session holds no process that
+matters between two commands: its directory and its exported variables are carried from one shell to the next, so that
+a snapshot of files, directory and variables is all that a fork needs. Processes in the background are not part of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import io
+import os
+import posixpath
+import sys
+import tarfile
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Any, Self
+
+from headrace.base.errors import ConfigError, EpisodeError
+from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
+
+LIMITS = SandboxLimits(
+    wall_s=60.0, cpu_s=60, file_bytes=64 * MIB, disk_bytes=256 * MIB, processes=64, open_files=256, output_bytes=1 * MIB
+)
+"""The limits of a session, unless it has others. Those of time are limits of each command."""
+MIN_OPEN_FILES = 128
+"""The smallest limit of open files: shells use numbers below it."""
+MAX_COMMAND_BYTES = 100_000
+"""The longest command. The kernel takes no argument of more than 128 KiB."""
+PROGRAMS = {
+    name: next((path for path in (f"/usr/bin/{name}", f"/bin/{name}") if os.path.exists(path)), f"/bin/{name}")
+    for name in ("bash", "cat", "mkdir", "tar")
+}
+"""The programs that sessions need, by name: where /bin is a link, in the folder that no session can take away."""
+_SHELL_SCRIPT = 'trap \'__=$?; { pwd -P; /usr/bin/env -0; } 2>/dev/null >&99; exit "$__"\' EXIT; eval "$1"'
+"""Run a command, then write the shell's directory and its exported variables to the state pipe."""
+_OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
+"""Variables that every shell sets by itself."""
+
+
+class SessionEnded(EpisodeError):
+    """The error of a call to a session that has ended, whatever ended it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """The description of a session: its limits, and where its commands begin."""
+
+    limits: SandboxLimits = LIMITS
+    """The limits. ``wall_s`` and ``output_bytes`` are those of one command, ``cpu_s`` and ``memory_bytes`` of each
+    process; memory, files and processes are counted together too."""
+    life_s: float = 3600.0
+    """The time after which the session ends, whatever it does, in seconds."""
+    directory: str = "/workspace"
+    """The directory in which commands begin; it is made at the start."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables besides ``PATH``, ``HOME`` and ``LANG``."""
+
+
+class SessionState(enum.StrEnum):
+    """The state of a session.
+
+    RUNNING ──▶ ENDED
+    """
+
+    RUNNING = "running"
+    """It takes commands."""
+    ENDED = "ended"
+    """It was stopped, its time was over, or its sandbox has gone: its files and processes do not exist any more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """The result of one program in a session, as the driver returns it."""
+
+    reason: Reason
+    """Why it ended."""
+    stdout: bytes
+    """The standard output, as far as the limit allows."""
+    stderr: bytes
+    """The standard error, with the same limit."""
+    status: int | None = None
+    """The exit code; the number of the signal that ended it, negative; ``None``: a limit ended it."""
+    cpu_s: float = 0.0
+    """The processor time of the program itself."""
+    state: bytes = b""
+    """What it wrote to the state pipe."""
+
+
+@dataclass(kw_only=True)
+class SandboxSnapshot:
+    """The files of a session at one moment, with the directory and the variables of its shell. Release it when nothing
+    will be forked from it any more."""
+
+    spec: SandboxSpec
+    directory: str
+    """The directory of the shell."""
+    variables: Mapping[str, str]
+    """The exported variables of the shell."""
+    files: Any
+    """The files, in a form that the driver knows."""
+    released: bool = False
+    """Whether the files are given up."""
+
+
+class SandboxSession(ABC):
+    """A sandbox with files and a shell. One call runs at a time; others wait for it. A call that is cancelled ends the
+    session."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        """Describe a session that runs as ``spec`` says."""
+        self.spec = spec
+        self.directory = spec.directory
+        """The directory in which the next command begins."""
+        self.variables: Mapping[str, str] = {
+            **ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}", **spec.variables
+        }  # fmt: skip
+        """The exported variables with which the next command begins."""
+        self.ended = ""
+        """Why the session has ended; empty while it runs."""
+        self._turn = asyncio.Lock()
+
+    @property
+    def state(self) -> SessionState:
+        """Whether the session takes commands."""
+        return SessionState.ENDED if self.ended else SessionState.RUNNING
+
+    @abstractmethod
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
+    ) -> Execution:
+        """Run a program to its end and return the result. Processes that it leaves in the background go on; at a limit
+        they end with it. Raises :class:`SessionEnded` if the session does not outlive the call."""
+
+    @abstractmethod
+    async def end_background(self) -> int:
+        """Kill all processes of the session, and return how many there were."""
+
+    @abstractmethod
+    async def count_background(self) -> int:
+        """Return how many processes run in the background."""
+
+    @abstractmethod
+    async def take_files(self) -> Any:
+        """Return the files as they are, for a snapshot; no process runs."""
+
+    @abstractmethod
+    async def stop(self) -> None:
+        """End the session with its processes and files; a second time, do nothing."""
+
+    async def run(self, command: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> Finished:
+        """Run a command in a shell, and return the result. The next command begins in its directory, with its exported
+        variables.
+
+        ``limits``, if given, are those of this command: time, output, size of a file.
+        """
+        if len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES or "\0" in command:
+            raise EpisodeError(
+                f"a command of {len(command)} characters cannot be given to a shell",
+                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes and without zero bytes: write a file and run that",
+                reason="session_command",
+            )
+        argv = [PROGRAMS["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
+        async with self._running():
+            done = await self._execute(argv, stdin, limits or self.spec.limits)
+            self._take_state(done.state)
+        return _finished(done)
+
+    async def read(self, path: str, most_bytes: int = MIB) -> bytes:
+        """Return the content of a file, whose path may be relative to the directory. Raises
+        :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
+        limits = replace(self.spec.limits, output_bytes=most_bytes)
+        async with self._running():
+            done = await self._execute([PROGRAMS["cat"], "--", path], b"", limits)
+        if done.status != 0:
+            text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
+            raise EpisodeError(
+                f"the file {path!r} of a session cannot be read: {text}",
+                remedy="look for it first, or read it by a command",
+                reason="session_file",
+            )
+        return done.stdout
+
+    async def write(self, files: Mapping[str, str | bytes]) -> None:
+        """Write files, by their paths; folders are made. A file that begins with ``#!`` can be executed. Raises
+        :class:`~headrace.base.errors.EpisodeError` if one cannot be written."""
+        paths = {posixpath.normpath(posixpath.join(self.directory, path)): files[path] for path in files}
+        async with self._running():
+            await self._unpack(_packed(paths), "/", extra=())
+
+    async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
+        """Return a snapshot of the files and of the shell. Processes in the background are not part of it: the call is
+        refused while there are any, unless ``end_background`` ends them first.
+
+        Raises :class:`SessionEnded` for a session that has ended.
+        """
+        async with self._running():
+            if end_background:
+                await self.end_background()
+            elif number := await self.count_background():
+                raise EpisodeError(
+                    f"a snapshot of a session with {number} processes in the background would be without them",
+                    remedy="end them by a command, or snapshot(end_background=True)",
+                    reason="session_busy",
+                )
+            files = await self.take_files()
+        return SandboxSnapshot(spec=self.spec, directory=self.directory, variables=dict(self.variables), files=files)
+
+    def refuse_ended(self) -> None:
+        """Raise :class:`SessionEnded` if the session has ended."""
+        if self.ended:
+            raise SessionEnded(
+                f"the session has ended: {self.ended}",
+                remedy="start another one, or fork a snapshot that was taken before",
+                reason="session_ended",
+            )
+
+    @asynccontextmanager
+    async def _running(self) -> AsyncIterator[None]:
+        """Wait for the calls before, and refuse the body if the session has ended."""
+        async with self._turn:
+            self.refuse_ended()
+            yield
+
+    async def _execute(self, argv: Sequence[str], stdin: bytes, limits: SandboxLimits) -> Execution:
+        """Run a program in the directory and with the variables of the session."""
+        return await self.execute(argv, stdin=stdin, directory=self.directory, variables=self.variables, limits=limits)
+
+    async def prepare(self) -> None:
+        """Make the directory of a new session."""
+        async with self._running():
+            argv = [PROGRAMS["mkdir"], "-p", "--", self.directory]
+            done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
+        if done.status != 0:
+            await self.stop()
+            raise ConfigError(
+                f"the directory {self.directory!r} of a session cannot be made: {done.stderr.decode()[:300]}",
+                remedy="choose one that is not of the system, such as /workspace",
+            )
+
+    async def pack(self, without: Sequence[str]) -> bytes:
+        """Return all files of the session as a tar archive, for drivers that copy; ``without`` are paths that a new
+        session has by itself."""
+        excluded = [f"--exclude=.{path}" for path in without]
+        argv = [PROGRAMS["tar"], "--one-file-system", "--anchored", *excluded, "-cf", "-", "."]
+        limits = replace(self.spec.limits, output_bytes=2 * self.spec.limits.disk_bytes)
+        done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
+        if done.status != 0:
+            raise EpisodeError(
+                f"the files of a session cannot be copied: {done.stderr.decode('utf-8', 'replace')[:300]}{done.reason}",
+                remedy="make all of them readable for their owner",
+                reason="session_snapshot",
+            )
+        return done.stdout
+
+    async def unpack(self, archive: bytes) -> None:
+        """Write the files of an archive that :meth:`pack` has made."""
+        async with self._running():
+            await self._unpack(archive, "/", extra=("--no-overwrite-dir", "-p"))
+
+    async def _unpack(self, archive: bytes, directory: str, *, extra: Sequence[str]) -> None:
+        """Write the files of a tar archive below a directory. Raises :class:`~headrace.base.errors.EpisodeError` if
+        that fails, with the words of tar."""
+        argv = [PROGRAMS["tar"], *(extra or ["-m", "--no-overwrite-dir"]), "-xf", "-", "-C", directory]
+        done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
+        if done.status != 0:
+            raise EpisodeError(
+                f"files of a session cannot be written: {done.stderr.decode('utf-8', 'replace')[:300]}{done.reason}",
+                remedy="write to folders of the session's own, and stay within limits.disk_bytes",
+                reason="session_file",
+            )
+
+    def _take_state(self, state: bytes) -> None:
+        """Take over the directory and the variables that a shell has left. Bytes that no shell of ours would write
+        change nothing: they come from the commands."""
+        directory, found, rest = state.partition(b"\n")
+        if not found or not directory.startswith(b"/"):
+            return
+        pairs = [entry.decode("utf-8", "replace").partition("=") for entry in rest.split(b"\0") if entry]
+        self.directory = directory.decode("utf-8", "replace")
+        self.variables = {name: value for name, _, value in pairs if name and name not in _OWN_VARIABLES}
+
+    async def __aenter__(self) -> Self:
+        """Use the session in the body of ``async with``."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the session."""
+        await self.stop()
+
+
+class SandboxDriver(ABC):
+    """One way to make sessions on this machine or elsewhere; ``async with`` closes it, which ends all of them."""
+
+    kind: str
+    """The name of the driver, such as ``jail``."""
+    missing: Mapping[str, str]
+    """The guards that sessions lack here, each with the cause."""
+
+    @abstractmethod
+    async def start(self, spec: SandboxSpec) -> SandboxSession:
+        """Start a session without files of its own. Raises :class:`~headrace.base.errors.EpisodeError` if it cannot
+        be."""
+
+    @abstractmethod
+    async def fork(self, snapshot: SandboxSnapshot) -> SandboxSession:
+        """Start a session that continues from a snapshot; any number of them may. It has the whole time of its spec."""
+
+    @abstractmethod
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Give up the files of a snapshot; sessions that were forked from it keep theirs."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all sessions of this driver."""
+
+    async def __aenter__(self) -> Self:
+        """Use the driver in the body of ``async with``."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the driver."""
+        await self.close()
+
+
+def refuse_invalid(spec: SandboxSpec) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a description of a session that cannot work."""
+    limits = spec.limits
+    for name in SandboxLimits.__slots__:
+        value = getattr(limits, name)
+        if value <= 0:
+            raise ConfigError(f"limits.{name}={value} leaves nothing", remedy=f"set {name} > 0")
+    if limits.open_files < MIN_OPEN_FILES:
+        raise ConfigError(
+            f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
+        )
+    if spec.life_s <= 0:
+        raise ConfigError(f"life_s={spec.life_s} leaves nothing", remedy="set life_s > 0")
+    if not spec.directory.startswith("/"):
+        raise ConfigError(f"directory={spec.directory!r} is not a full path", remedy="begin it with a slash")
+    for name, value in spec.variables.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise ConfigError(f"variables[{name!r}] cannot be set", remedy="give names without '=' and zero bytes")
+
+
+def _packed(files: Mapping[str, str | bytes]) -> bytes:
+    """Return files by their full paths as a tar archive."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, content in files.items():
+            data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+            member = tarfile.TarInfo(path.lstrip("/"))
+            member.size, member.mode = len(data), 0o755 if data.startswith(b"#!") else 0o644
+            archive.addfile(member, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def _finished(done: Execution) -> Finished:
+    """Return the result of a command with its outputs as text."""
+    stdout, stderr = (output.decode("utf-8", "replace") for output in (done.stdout, done.stderr))
+    status = done.status
+    return Finished(
+        reason=done.reason,
+        stdout=stdout,
+        stderr=stderr,
+        exit_code=status if done.reason is Reason.EXITED else None,
+        signal=-status if status is not None and status < 0 else None,
+        cpu_s=done.cpu_s,
+    )

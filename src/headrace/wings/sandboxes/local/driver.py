@@ -1,0 +1,418 @@
+"""The local drivers: sessions in the jail of Headrace or in bubblewrap, hosted by one process of this machine.
+
+    LocalDriver ── control ── host process         started by the driver, ends with it
+    LocalSession ══ channel ══ supervisor           one for each session, and a new one after each snapshot
+
+Snapshots: where the host has overlays, the layer that a session has written is left as it is, and the session goes on
+in a new layer above it; forks do the same. Elsewhere the files are copied, as an archive without a name on the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import sys
+import tempfile
+from asyncio.subprocess import DEVNULL, Process
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import IO, Any, Self
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.rollout.scoring import sandbox
+from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
+from headrace.rollout.scoring.sandbox.run import by_signal, readable_paths
+from headrace.wings.sandboxes.base import (
+    Execution,
+    SandboxDriver,
+    SandboxSession,
+    SandboxSnapshot,
+    SandboxSpec,
+    SessionEnded,
+    refuse_invalid,
+)
+from headrace.wings.sandboxes.local import frames
+
+HOST = Path(__file__).with_name("host.py")
+STARTED_S = 20.0
+"""The longest time until a session is ready; it needs milliseconds."""
+GRACE_S = 15.0
+"""How long after the deadline of a command its result may take to arrive, before the session is killed."""
+MAX_LAYERS = 200
+"""The most snapshots in a line of sessions: the kernel reads one page of mount options."""
+NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace")
+"""Paths that every session has by itself."""
+
+
+class LocalDriver(SandboxDriver):
+    """Sessions on this machine. Use :meth:`open`."""
+
+    def __init__(self, kind: str, control: socket.socket, process: Process, readable: list[str]) -> None:
+        """Drive the host ``process`` at the other end of ``control``."""
+        self.kind = kind
+        self._control = control
+        self._process = process
+        self._numbers = count()
+        self._uses: Counter[str] = Counter()
+        self._sessions: set[LocalSession] = set()
+        self.readable = readable
+        """What sessions can read of this machine."""
+        self.missing: Mapping[str, str] = {}
+
+    @classmethod
+    async def open(cls, kind: str, readable: Sequence[str] = (), *, bwrap: str = "") -> Self:
+        """Start the host of the driver ``kind``. Sessions can read the system, this Python and ``readable``; ``bwrap``
+        is the program that makes the sandboxes, if the host does not. Raises :class:`~headrace.base.errors.EnvError`
+        where this machine cannot have such sessions."""
+        paths = readable_paths(readable)
+        order = {
+            "readable": paths,
+            "bwrap": bwrap,
+            "sandbox": str(Path(sandbox.__file__).parent),
+            "python": sys.executable,
+            "limits": asdict(SandboxLimits()),
+        }
+        control, other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        control.setblocking(False)
+        with other_end:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-I", "-S", "-B", str(HOST), str(other_end.fileno()), json.dumps(order),
+                pass_fds=(other_end.fileno(),), env={}, cwd="/", stdin=DEVNULL,
+            )  # fmt: skip
+        driver = cls(kind, control, process, paths)
+        async with asyncio.timeout(STARTED_S):
+            hello = json.loads(await asyncio.get_running_loop().sock_recv(control, 1 << 16) or b"{}")
+        if "missing" not in hello:
+            await driver.close()
+            raise EnvError(
+                f"sandboxes of kind {kind!r} cannot be made here: {hello.get('error', 'the host has ended')}",
+                remedy="allow user namespaces to this user, or choose another kind",
+            )
+        driver.missing = hello["missing"]
+        return driver
+
+    @property
+    def overlays(self) -> bool:
+        """Whether snapshots are layers; if not, they are copies."""
+        return self.kind == "jail" and "overlay" not in self.missing
+
+    async def start(self, spec: SandboxSpec) -> LocalSession:
+        """Start a session, and make its directory."""
+        refuse_invalid(spec)
+        session = await self._begin(spec, [self._new_layer()], 0)
+        await session.prepare()
+        return session
+
+    async def fork(self, snapshot: SandboxSnapshot) -> LocalSession:
+        """Start a session that continues from a snapshot of this driver."""
+        if snapshot.released or not isinstance(snapshot.files, LayerFiles | CopiedFiles):
+            raise EpisodeError(
+                "the snapshot has been released, or is one of another kind of sandbox",
+                remedy="fork before releasing it, with the driver of its session",
+                reason="session_snapshot",
+            )
+        files = snapshot.files
+        layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
+        session = await self._begin(snapshot.spec, layers, files.user)
+        if isinstance(files, CopiedFiles):
+            try:
+                await session.unpack(await asyncio.to_thread(files.content))
+            except BaseException:
+                await session.stop()
+                raise
+        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
+        return session
+
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Free the files of a snapshot, as far as no fork is built on them."""
+        if not snapshot.released:
+            snapshot.released = True
+            if isinstance(snapshot.files, LayerFiles):
+                await self.drop(snapshot.files.layers)
+            elif isinstance(snapshot.files, CopiedFiles):
+                snapshot.files.close()
+
+    async def close(self) -> None:
+        """End the host, and with it all sessions and their files."""
+        for session in list(self._sessions):
+            session.lose("its driver was closed")
+        self._control.close()
+        await self._process.wait()
+
+    async def _begin(self, spec: SandboxSpec, layers: list[str], user: int) -> LocalSession:
+        """Start a session with these layers, the last of which is new."""
+        session = LocalSession(self, spec, layers, user)
+        self.keep(layers)
+        self._sessions.add(session)
+        try:
+            await session.connect()
+        except BaseException:
+            await session.stop()
+            raise
+        return session
+
+    def _new_layer(self) -> str:
+        """Return the name of the first layer of a new store."""
+        return f"{next(self._numbers)}/0"
+
+    async def start_supervisor(self, order: dict[str, Any]) -> socket.socket:
+        """Have the host start a supervisor, and return the channel to it."""
+        channel, other_end = socket.socketpair()
+        with other_end:
+            try:
+                await self._send({"do": "start", **order}, [other_end.fileno()])
+            except BaseException:
+                channel.close()
+                raise
+        return channel
+
+    async def kill(self, name: str) -> None:
+        """Kill the supervisor of a session that does not answer, and with it the session."""
+        await self._send({"do": "kill", "session": name})
+
+    def keep(self, layers: Sequence[str]) -> None:
+        """Count one more use of the stores of these layers."""
+        self._uses.update({layer.partition("/")[0] for layer in layers})
+
+    async def drop(self, layers: Sequence[str]) -> None:
+        """Count one use less of the stores of these layers; a store without any is freed."""
+        for store in {layer.partition("/")[0] for layer in layers}:
+            self._uses[store] -= 1
+            if not self._uses[store]:
+                del self._uses[store]
+                with suppress(EnvError, OSError):  # the host has gone, and the store with it
+                    await self._send({"do": "drop", "store": store})
+
+    def forget(self, session: LocalSession) -> None:
+        """Take a session that has ended out of the books."""
+        self._sessions.discard(session)
+
+    async def _send(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
+        """Send the host a message with file descriptors. Its buffer is full only for moments."""
+        data = [json.dumps(message).encode()]
+        while True:
+            try:
+                socket.send_fds(self._control, data, descriptors)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+            except (BrokenPipeError, ConnectionResetError):
+                raise EnvError(
+                    f"the host of the sandboxes of kind {self.kind!r} has ended", remedy="open the driver again"
+                ) from None
+
+
+class LayerFiles:
+    """The files of a snapshot as layers that nothing writes to any more."""
+
+    def __init__(self, layers: list[str], user: int) -> None:
+        """``layers`` are in order, and ``user`` owns their files."""
+        self.layers = layers
+        self.user = user
+
+
+class CopiedFiles:
+    """The files of a snapshot as an archive without a name on the disk: it ends with this process."""
+
+    user = 0
+
+    def __init__(self, archive: bytes) -> None:
+        """Keep an archive."""
+        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
+        self._file.write(archive)
+
+    def content(self) -> bytes:
+        """Return the archive."""
+        descriptor = self._file.fileno()
+        self._file.flush()
+        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
+
+    def close(self) -> None:
+        """Free the disk."""
+        self._file.close()
+
+
+class LocalSession(SandboxSession):
+    """A session on this machine."""
+
+    def __init__(self, driver: LocalDriver, spec: SandboxSpec, layers: list[str], user: int) -> None:
+        """Describe a session of ``driver`` whose files are ``layers``, owned by ``user``; 0: by a user of its own."""
+        super().__init__(spec)
+        self._driver = driver
+        self._layers = layers
+        self._user = user
+        self._until_s = RealClock().now() + spec.life_s
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self.missing: Mapping[str, str] = {}
+        """The guards that the session lacks, each with the cause."""
+
+    async def connect(self) -> None:
+        """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`
+        if it cannot start."""
+        channel = await self._driver.start_supervisor({
+            "session": self._name, "layers": self._layers, "limits": asdict(self.spec.limits), "user": self._user,
+            "life_s": max(0.0, self._until_s - RealClock().now()),
+        })  # fmt: skip
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        record, _ = await self._answer(STARTED_S)
+        if "error" in record:
+            self.lose(record["error"])
+            raise EpisodeError(
+                f"a session of kind {self._driver.kind!r} cannot start: {record['error']}",
+                remedy="look at the machine's limits, or choose another kind of sandbox",
+                reason="session_start",
+            )
+        self._user, self.missing = record["user"], record["missing"]
+
+    @property
+    def _name(self) -> str:
+        """The name of the session between the driver and the host: its newest layer."""
+        return self._layers[-1]
+
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
+    ) -> Execution:
+        """Run a program in the session."""
+        order = {
+            "do": "run", "argv": list(argv), "env": dict(variables), "cwd": directory,
+            "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
+        }  # fmt: skip
+        record, data = await self._call(order, stdin, limits.wall_s + GRACE_S)
+        outputs, start = [], 0
+        for size in record["sizes"]:
+            outputs.append(data[start : start + size])
+            start += size
+        status, cpu_s = record["result"]["status"], record["result"]["cpu_s"]
+        reason = Reason(record["reason"] or Reason.EXITED)
+        if reason is Reason.EXITED and status < 0:
+            reason = by_signal(-status, cpu_s, limits)
+        stdout, stderr, state = outputs
+        return Execution(reason=reason, stdout=stdout, stderr=stderr, status=status, cpu_s=cpu_s, state=state)
+
+    async def end_background(self) -> int:
+        """Kill all processes of the session, and return how many there were."""
+        record, _ = await self._call({"do": "end"}, b"", GRACE_S)
+        return int(record["gone"])
+
+    async def count_background(self) -> int:
+        """Return how many processes run in the background."""
+        record, _ = await self._call({"do": "count"}, b"", GRACE_S)
+        return int(record["processes"])
+
+    async def take_files(self) -> LayerFiles | CopiedFiles:
+        """Return the files for a snapshot. With overlays the session gets a new supervisor, whose first process has a
+        new layer."""
+        if not self._driver.overlays:
+            archive = await self.pack([*NOT_COPIED, *self._driver.readable])
+            return await asyncio.to_thread(CopiedFiles, archive)
+        if len(self._layers) >= MAX_LAYERS:
+            raise EpisodeError(
+                f"a line of {MAX_LAYERS} snapshots is as long as the kernel can carry",
+                remedy="take fewer snapshots of one episode",
+                reason="session_snapshot",
+            )
+        await self._disconnect()
+        files = LayerFiles(list(self._layers), self._user)
+        self._driver.keep(files.layers)
+        store = self._own_store
+        number = sum(layer.startswith(f"{store}/") for layer in self._layers)
+        self._layers.append(f"{store}/{number}")
+        await self.connect()
+        return files
+
+    @property
+    def _own_store(self) -> str:
+        """The store that the session writes to."""
+        return self._layers[-1].partition("/")[0]
+
+    async def stop(self) -> None:
+        """End the session and wait until its processes have gone."""
+        if not self.ended:
+            self.ended = "it was stopped"
+            await self._disconnect()
+            self._driver.forget(self)
+            await self._driver.drop(self._layers)
+
+    def lose(self, reason: str) -> None:
+        """Note that the session has ended by itself or by force, and close its channel."""
+        if not self.ended:
+            self.ended = reason
+            self._driver.forget(self)
+            if self._writer is not None:
+                self._writer.close()
+
+    async def _disconnect(self) -> None:
+        """Ask the supervisor for the end, and wait for the word that all processes have gone."""
+        if self._writer is None:
+            return
+        with suppress(OSError):
+            self._writer.write_eof()
+        try:
+            while "ended" not in (await self._answer(GRACE_S))[0]:
+                pass
+        except SessionEnded:
+            pass
+        self._writer.close()
+
+    async def _call(self, order: dict[str, Any], data: bytes, within_s: float) -> tuple[dict[str, Any], bytes]:
+        """Send the supervisor an order, and return its answer. A session that does not answer in time, or whose caller
+        was cancelled, is killed."""
+        assert self._writer is not None
+        try:
+            self._writer.write(frames.packed(order, data))
+            record, more = await self._answer(within_s)
+        except asyncio.CancelledError:
+            await self._give_up("a call was cancelled")
+            raise
+        if "ended" in record:
+            await self._give_up({"deadline": f"its time of {self.spec.life_s:g} s is over"}.get(
+                record["ended"], record["ended"]
+            ))  # fmt: skip
+            self.refuse_ended()
+        return record, more
+
+    async def _answer(self, within_s: float) -> tuple[dict[str, Any], bytes]:
+        """Return the next frame of the supervisor. Raises :class:`SessionEnded` if none comes in time."""
+        assert self._reader is not None
+        try:
+            async with asyncio.timeout(within_s):
+                sizes = frames.HEADER.unpack(await self._reader.readexactly(frames.HEADER.size))
+                text, data = await self._reader.readexactly(sizes[0]), await self._reader.readexactly(sizes[1])
+            return json.loads(text), data
+        except TimeoutError:
+            await self._give_up(f"it did not answer within {within_s:g} s")
+        except (asyncio.IncompleteReadError, OSError):
+            await self._give_up("its processes were killed")
+        self.refuse_ended()
+        raise AssertionError("a session that was given up has ended")
+
+    async def _give_up(self, reason: str) -> None:
+        """Kill the session, and free its files."""
+        if not self.ended:
+            self.lose(reason)
+            with suppress(EnvError, OSError):
+                await self._driver.kill(self._name)
+            await self._driver.drop(self._layers)
+
+
+async def open_jail(readable: Sequence[str] = ()) -> LocalDriver:
+    """Open the driver whose sandboxes this library makes: namespaces, a filter of system calls, limits, overlays."""
+    return await LocalDriver.open("jail", readable)
+
+
+async def open_bubblewrap(readable: Sequence[str] = ()) -> LocalDriver:
+    """Open the driver whose sandboxes bubblewrap makes. Snapshots are copies. Raises
+    :class:`~headrace.base.errors.EnvError` if it is not installed."""
+    found = shutil.which("bwrap")
+    if found is None:
+        raise EnvError("there is no program bwrap here", remedy="install bubblewrap, or choose the kind 'jail'")
+    return await LocalDriver.open("bubblewrap", readable, bwrap=found)

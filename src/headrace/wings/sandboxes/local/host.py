@@ -1,0 +1,275 @@
+"""The host of the local sandboxes: one process that forks a supervisor for each session, in milliseconds, and holds the
+files of all of them. Standard library only: ``python -I -S -B host.py CONTROL ORDER``.
+
+    client ── CONTROL: start, drop, kill ── host ── supervisor ── first process ── commands
+           ══ a channel for each session ══════════╝
+
+The client holds one end of ``CONTROL`` and of every channel. When it dies, however it does, the kernel closes them:
+every supervisor ends its session, the host ends, and the files, which only these processes have mounted, are gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from headrace.rollout.scoring.sandbox import jail, kernel, processes, user_namespace
+    from headrace.wings.sandboxes.local import frames, init, root, supervisor
+else:  # two folders, and nothing else of headrace: it starts in milliseconds
+    sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), json.loads(sys.argv[2])["sandbox"]]
+    import frames
+    import init
+    import jail
+    import kernel
+    import processes
+    import root
+    import supervisor
+    import user_namespace
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+FIRST_USER, USERS = 40_000, 20_000
+"""Users of sessions on a host that is root: ids that no person has."""
+NUMBERS = 4096
+"""The most processes of a user where the kernel bounds those of each session by itself."""
+Order = dict[str, Any]
+
+
+class SandboxHost:
+    """The host of all sessions of one client."""
+
+    def __init__(self, order: Order, control: socket.socket) -> None:
+        """Prepare to host sessions as ``order`` describes them all, for the client at the other end of ``control``."""
+        self._order = order
+        self._control = control
+        self._bwrap: str = order["bwrap"]
+        """The path of bubblewrap, if it makes the sandboxes; empty: this program does."""
+        self.missing: dict[str, str] = {}
+        """The guards that the kernel refuses, each with the cause."""
+        self._layers: root.Layers | None = None
+        self._running: dict[int, tuple[str, int]] = {}
+        """The sessions by the file descriptor of their supervisor's process: their name and its process id."""
+        self._poll = select.poll()
+
+    def prepare(self) -> None:
+        """Try every guard, and mount the place for the files. Raises ``OSError`` where sessions are impossible."""
+        if os.getuid() != 0:
+            self.missing["user"] = "only root can start a process as another user"
+        if os.getuid() != 0:
+            user_namespace.enter()
+        self._layers = root.Layers(self._order["readable"])
+        if self._bwrap:
+            self._layers.show_machine({"local": HERE, "sandbox": self._order["sandbox"]})
+            self._try_bubblewrap()
+            return
+        for name, flags in (("network", kernel.NEW_NET), ("ipc", kernel.NEW_IPC)):
+            if not processes.succeeds(partial(kernel.unshare, flags)):
+                self.missing[name] = "the kernel refuses such a namespace"
+        jail.guard(self.missing, "overlay", partial(root.probe_overlay, self._layers))
+        self._layers.overlays = "overlay" not in self.missing
+
+    def serve(self) -> None:
+        """Carry out the client's messages until it closes its end of the control socket."""
+        self._poll.register(self._control.fileno(), select.POLLIN)
+        while True:
+            for descriptor, _ in self._poll.poll():
+                if descriptor != self._control.fileno():
+                    self._forget(descriptor)
+                elif not self._obey():
+                    return
+
+    def _forget(self, descriptor: int) -> None:
+        """Reap a supervisor that has ended."""
+        _, pid = self._running.pop(descriptor)
+        self._poll.unregister(descriptor)
+        os.close(descriptor)
+        os.waitpid(pid, 0)
+
+    def _obey(self) -> bool:
+        """Carry out one message of the client; return ``False`` if there will be no more."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, init.MESSAGE_BYTES, 1)
+        if not data:
+            return False
+        message = json.loads(data)
+        if message["do"] == "start":
+            with socket.socket(fileno=descriptors[0]) as channel:
+                channel.set_inheritable(False)
+                self._start(message, channel)
+        elif message["do"] == "kill":
+            for descriptor, (name, _) in self._running.items():
+                if name == message["session"]:
+                    signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+        elif self._layers is not None and not self._bwrap:
+            self._layers.remove_store(message["store"])
+        return True
+
+    def _start(self, order: Order, channel: socket.socket) -> None:
+        """Fork the supervisor of a session. A session that cannot start tells its client why, through the channel."""
+        try:
+            if self._layers is not None and not self._bwrap:
+                self._add_files(self._layers, order)
+        except OSError as error:
+            channel.sendall(frames.packed({"error": f"its files cannot be prepared: {error}"}))
+            return
+        pid = os.fork()
+        if pid:
+            descriptor = os.pidfd_open(pid)
+            self._running[descriptor] = (order["session"], pid)
+            self._poll.register(descriptor, select.POLLIN)
+            return
+        try:
+            with contextlib.suppress(OSError):
+                kernel.die_with_parent()
+            self._control.close()
+            self._supervise({**order, "missing": dict(self.missing)}, channel)
+        except BaseException as error:  # noqa: BLE001 - the edge of a process
+            with contextlib.suppress(OSError):
+                channel.sendall(frames.packed({"error": f"{type(error).__name__}: {error}"}))
+        finally:
+            os._exit(0)
+
+    def _add_files(self, layers: root.Layers, order: Order) -> None:
+        """Make the store of a new session, and the layer that it will write."""
+        store, _, number = order["layers"][-1].partition("/")
+        if number == "0":
+            layers.add_store(store, order["limits"]["disk_bytes"])
+        layers.add_layer(order["layers"][-1])
+
+    def _supervise(self, order: Order, channel: socket.socket) -> None:
+        """Supervise a session to its end, in a process of its own."""
+        order["user"] = order["user"] or (FIRST_USER + os.getpid() % USERS if os.getuid() == 0 else os.getuid())
+        session = supervisor.SessionSupervisor({**order, "programs_before": 1 if self._bwrap else 0}, channel)
+        if self._bwrap:
+            session.start(partial(self._become_bubblewrap, order))
+            limits = {**order["limits"], "processes": 2 * order["limits"]["processes"]}  # the supervisor comes first
+            session.introduce({"limits": limits, "missing": order["missing"], "user": order["user"]})
+        else:
+            for name, flags in (("network", kernel.NEW_NET), ("ipc", kernel.NEW_IPC)):
+                if name not in self.missing:
+                    kernel.unshare(flags)
+            kernel.unshare(kernel.NEW_PIDS)
+            session.start(partial(self._be_init, order))
+        session.supervise()
+
+    def _be_init(self, order: Order, control: socket.socket) -> None:
+        """Be the first process of a session whose sandbox this program makes."""
+        assert self._layers is not None
+        os.setsid()
+        _silence()
+        processes.watch_ahead()
+        self._layers.enter(order["layers"])
+        kernel.hide_memory()
+        limits = dict(order["limits"])
+        missing = dict(self.missing)
+        if _bound_numbers(limits["processes"]):
+            limits["processes"] = NUMBERS  # else sessions of one user would count together
+        elif os.getuid() != 0 or len(order["layers"]) > 1:
+            missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
+        first = init.Init(control, jail.Jail({"limits": limits, "missing": missing}, order["user"]))
+        first.tell({"ready": True, "missing": missing, "user": order["user"]})
+        first.serve()
+
+    def _become_bubblewrap(self, order: Order, control: socket.socket) -> None:
+        """Execute bubblewrap in place of this process, as another user than root, with ``init.py`` as the first process
+        of its sandbox."""
+        os.setsid()
+        _silence()
+        if order["user"] != os.getuid():
+            os.setgroups([])
+            os.setresgid(order["user"], order["user"], order["user"])
+            os.setresuid(order["user"], order["user"], order["user"])
+        control.set_inheritable(True)
+        words = self._bubblewrap(order["limits"]["disk_bytes"])
+        os.execve(words[0], [*words, f"{root.PROGRAM}/local/init.py", str(control.fileno())], {})
+
+    def _bubblewrap(self, disk_bytes: int) -> list[str]:
+        """Return the command that makes a sandbox with bubblewrap and starts this Python in it."""
+        assert self._layers is not None
+        spaces = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
+        words = [self._bwrap, *(f"--unshare-{space}" for space in spaces), "--die-with-parent", "--as-pid-1"]
+        words += ["--cap-drop", "ALL", "--size", str(disk_bytes), "--perms", "1777", "--tmpfs", "/"]
+        words += ["--perms", "1777", "--dir", "/tmp", *self._layers.bubblewrap_words()]
+        return [*words, "--chdir", "/", self._order["python"], "-I", "-S", "-B"]
+
+    def _try_bubblewrap(self) -> None:
+        """Check that bubblewrap can make a sandbox here. Raises ``OSError`` with its words if it cannot."""
+        read_end, write_end = os.pipe()
+        pid = os.fork()
+        if not pid:
+            os.dup2(write_end, 2)
+            if os.getuid() == 0:
+                os.setgroups([])
+                os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
+                os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
+            words = self._bubblewrap(1 << 20)
+            os.execve(words[0], [*words, "-c", ""], {})
+        os.close(write_end)
+        with os.fdopen(read_end, "rb") as report:
+            text = report.read().decode("utf-8", "replace")
+        if os.waitpid(pid, 0)[1]:
+            raise OSError(f"bubblewrap cannot make a sandbox here: {text.strip()[-300:]}")
+
+
+def _silence() -> None:
+    """Make the standard streams of this process lead nowhere."""
+    null = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(null, descriptor)
+
+
+def _bound_numbers(most: int) -> bool:
+    """Bound the processes of this namespace by the kernel, and return whether it does."""
+    before = _pid_max()
+    processes.bound_numbers(most)
+    return _pid_max() != before
+
+
+def _pid_max() -> str:
+    """Return the kernel's largest process number in this namespace; empty if it cannot be read."""
+    try:
+        with open("/proc/sys/kernel/pid_max", encoding="ascii") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _try_lock(order: Order) -> dict[str, str]:
+    """Return the guards of commands that the kernel refuses, found out in a forked process."""
+    read_end, write_end = os.pipe()
+    pid = os.fork()
+    if not pid:
+        isolation = jail.Jail({"limits": order["limits"], "missing": {}}, os.getuid())
+        isolation.lock()
+        os.write(write_end, json.dumps(isolation.missing).encode())
+        os._exit(0)
+    os.close(write_end)
+    os.waitpid(pid, 0)
+    with os.fdopen(read_end, "rb") as report:
+        missing: dict[str, str] = json.loads(report.read() or b"{}")
+    return missing
+
+
+def main(control: socket.socket, order: Order) -> None:
+    """Host sessions until the client has gone. The first message tells it what is missing, or that nothing works."""
+    os.umask(0o022)
+    control.set_inheritable(False)
+    host = SandboxHost(order, control)
+    try:
+        host.missing.update(_try_lock(order))
+        host.prepare()
+    except OSError as error:
+        control.send(json.dumps({"error": error.strerror or str(error)}).encode())
+        return
+    control.send(json.dumps({"missing": host.missing}).encode())
+    host.serve()
+
+
+if __name__ == "__main__":
+    main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))

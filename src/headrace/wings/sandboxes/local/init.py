@@ -1,0 +1,176 @@
+"""The first process inside a session: it starts the session's commands and reaps its processes. Standard library only.
+
+    supervisor ── init ── command ── its child processes
+      outside       │        └── locked in: user, limits, system calls
+                    └── hidden from the commands; when it ends, the kernel ends all processes of the session
+
+As a program, ``python -I -S -B init.py CONTROL``, it is the first process of a sandbox that another program has made,
+such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it are
+JSON; the supervisor's come with the file descriptors of a command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from headrace.rollout.scoring.sandbox import jail, kernel
+else:  # the folders of the two sandboxes, and nothing else of headrace: it starts in milliseconds
+    HERE = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "sandbox")]
+    import jail
+    import kernel
+
+MESSAGE_BYTES = 1 << 20
+"""The longest message of a supervisor: a command with its environment."""
+STATE_FD = 99
+"""The file descriptor to which a shell writes its directory and its variables when it ends."""
+ROUNDS, ROUND_S = 2000, 0.003
+"""How often processes are killed until they have gone, and the time between, in seconds."""
+MOST_NEW = 20
+"""How often new ones may appear meanwhile before all processes of the session are killed."""
+NOT_STARTED = 127
+"""The exit code of a command that could not be executed, as shells have it."""
+
+
+class Init:
+    """The first process of a session. It has no children but the session's commands and their orphans."""
+
+    def __init__(self, control: socket.socket, isolation: jail.Jail) -> None:
+        """Serve the supervisor at the other end of ``control``; ``isolation`` is applied to each command."""
+        self._control = control
+        self._isolation = isolation
+        self._command = 0
+        """The process id of the command that is waited for; 0 if there is none."""
+        self._before: set[int] = set()
+        """The processes that were there before the last command."""
+
+    def serve(self) -> None:
+        """Start commands and reap processes until the supervisor closes its end of the socket."""
+        ended, wake = os.pipe()
+        for descriptor in (ended, wake):
+            os.set_blocking(descriptor, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would wake nobody
+        signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+        poll = select.poll()
+        for watched in (self._control.fileno(), ended):
+            poll.register(watched, select.POLLIN)
+        while True:
+            ready = {descriptor for descriptor, _ in poll.poll()}
+            if ended in ready:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(ended, 1 << 12)
+                self._reap()
+            if self._control.fileno() in ready and not self._obey():
+                return
+
+    def _obey(self) -> bool:
+        """Carry out one message of the supervisor; return ``False`` if there will be no more."""
+        data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 8)
+        if not data:
+            return False
+        for descriptor in descriptors:  # else each would be open in the command too
+            os.set_inheritable(descriptor, False)
+        message = json.loads(data)
+        if message["do"] == "count":
+            self.tell({"processes": len(present())})
+            return True
+        if message["do"] == "end":
+            number = self._end(self._before if message["since"] else set())
+            self.tell({"gone": number, "whose": message["whose"]})
+            return True
+        self._before = present()
+        self._command = self._begin(message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return True
+
+    def _begin(self, message: dict[str, Any], descriptors: list[int]) -> int:
+        """Start a command, whose input, outputs and state pipe are ``descriptors``, and return its process id."""
+        pid = os.fork()
+        if pid:
+            return pid
+        try:
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            os.setsid()
+            for target, descriptor in zip((0, 1, 2, STATE_FD), descriptors, strict=True):
+                os.dup2(descriptor, target)
+            self._isolation.lock()
+            if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
+                raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
+            os.chdir(message["cwd"])
+            os.execve(message["argv"][0], message["argv"], message["env"])
+        except OSError as error:
+            os.write(2, f"{message['argv'][0]} cannot be started in {message['cwd']}: {error.strerror}\n".encode())
+        finally:
+            os._exit(NOT_STARTED)
+
+    def _end(self, spared: set[int]) -> int:
+        """Kill all processes but those in ``spared``, and return how many there were at first. Processes that fork
+        faster than they are killed cost the session all of them."""
+        number = len(present() - spared)
+        seen: set[int] = set()
+        times_new = 0
+        for _ in range(ROUNDS):
+            left = present() - spared
+            if not left:
+                break
+            times_new += not left <= seen
+            seen |= left
+            if times_new > MOST_NEW:
+                spared, left = set(), {-1}  # all at once: no process can fork away from it
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            select.select([], [], [], ROUND_S)
+            self._reap()
+        return number
+
+    def _reap(self) -> None:
+        """Reap all processes that have ended, and tell the supervisor if the command is among them."""
+        while True:
+            try:
+                pid, status, usage = os.wait4(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid == self._command:
+                self._command = 0
+                cpu_s = usage.ru_utime + usage.ru_stime
+                self.tell({"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """Send a record to the supervisor; if it has gone, nobody needs it."""
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(record).encode())
+
+
+def present() -> set[int]:
+    """Return the process ids of the session but that of its first process."""
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
+
+
+def main(descriptor: int) -> None:
+    """Serve as the first process of a sandbox that another program has made."""
+    with contextlib.suppress(OSError):
+        kernel.hide_memory()
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    order = json.loads(control.recv(MESSAGE_BYTES))
+    init = Init(control, jail.Jail(order, os.getuid()))
+    init.tell({"ready": True, "missing": order["missing"], "user": order["user"]})
+    init.serve()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,301 @@
+"""The supervisor of one session: it starts the session's first process, passes commands to it, watches their limits
+and ends them. Standard library only.
+
+    client ══ frames ══ supervisor ══ messages and file descriptors ══ init ── commands
+     end of the line:    reads outputs, counts processes and memory,
+     all of it ends      ends what exceeds a limit
+
+Files: :mod:`~headrace.wings.sandboxes.local.root`; the first process:
+:mod:`~headrace.wings.sandboxes.local.init`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING or __package__:
+    from headrace.rollout.scoring.sandbox import kernel, processes
+    from headrace.wings.sandboxes.local import frames
+else:  # a part of the host's program
+    import frames
+    import kernel
+    import processes
+
+POLL_MS = 30
+"""The interval at which the processes of a session are counted while there are any."""
+IDLE_MS = 1000
+"""The interval at which a session without processes looks at its deadline."""
+CHUNK_BYTES = 1 << 16
+STATE_BYTES = 1 << 16
+"""The most bytes that are read of the directory and the variables of a shell."""
+SEND_S = 30
+"""How long a client may take nothing of a result before the session gives up, in seconds."""
+Order = dict[str, Any]
+
+
+class RunningCommand:
+    """A command in progress, with its input that has not been read yet and its outputs so far."""
+
+    def __init__(self, order: Order, data: bytes) -> None:
+        """Open the pipes of a command, whose standard input is ``data``."""
+        self.order = order
+        self.ended: Order = {}
+        """How its first process has ended; empty while it runs."""
+        self.reason = ""
+        """The limit for which it was ended, as a value of ``Reason``; empty if none."""
+        self.until_s = now_s() + order["wall_s"]
+        self._unsent = memoryview(data)
+        self._input, *self._outputs = (os.pipe() for _ in range(4))
+        self.output = {read_end: bytearray() for read_end, _ in self._outputs}
+        """What standard output, standard error and the state pipe have brought, by the file descriptor."""
+        self.input = self._input[1]
+        for descriptor in (self.input, *self.output):
+            os.set_blocking(descriptor, False)
+
+    def pass_ends(self, control: socket.socket, message: Order, user: int) -> None:
+        """Send the message that starts the command, with its ends of the pipes, which are then closed here. They belong
+        to ``user``, so that the command can open them by their names in /dev."""
+        ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
+        for end in ends if user != os.getuid() else ():
+            os.fchown(end, user, user)
+        socket.send_fds(control, [json.dumps(message).encode()], ends)
+        for end in ends:
+            os.close(end)
+        self.feed()
+
+    def feed(self) -> None:
+        """Write as much of the input as the pipe takes, and close it when all is written or nobody reads it."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[os.write(self.input, self._unsent[:CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return
+        except BrokenPipeError:
+            pass
+        os.close(self.input)
+        self.input = -1
+
+    def read(self, descriptor: int) -> bool:
+        """Read what is there of one output. Return whether the pipe is still open."""
+        kept = self.output[descriptor]
+        *_, state = self.output
+        limit = STATE_BYTES if descriptor == state else self.order["output_bytes"]
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(descriptor, CHUNK_BYTES):
+                left = limit - len(kept)
+                kept += data[:left]
+                if len(data) > left and descriptor != state:
+                    self.reason = self.reason or "output"
+                    return True
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close the pipes; processes that go on in the background can write to them no more."""
+        for descriptor in (*self.output, *([self.input] if self.input >= 0 else [])):
+            os.close(descriptor)
+
+
+class SessionSupervisor:
+    """The supervisor of one session, from the start of its first process to the end of its last one."""
+
+    def __init__(self, order: Order, channel: socket.socket) -> None:
+        """Supervise the session that ``order`` describes for the client at the other end of ``channel``."""
+        self.order = order
+        self._channel = channel
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        self._received = bytearray()
+        self._command: RunningCommand | None = None
+        self._until_s = now_s() + order["life_s"]
+        self._control, self._other_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._init_pid = 0
+        self._poll = select.poll()
+        self._looked_s = 0.0
+        self._ending = False
+        """Whether the first process is killing processes that have exceeded a limit."""
+
+    def start(self, begin: Callable[[socket.socket], None]) -> None:
+        """Fork the first process of the session, which calls ``begin`` with its end of the control socket and never
+        returns."""
+        self._init_pid = os.fork()
+        if self._init_pid:
+            self._other_end.close()
+            return
+        try:
+            self._control.close()
+            self._channel.close()
+            with contextlib.suppress(OSError):
+                kernel.die_with_parent()
+            begin(self._other_end)
+        except BaseException as error:  # noqa: BLE001 - the edge of a process
+            with contextlib.suppress(OSError):
+                self._other_end.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        finally:
+            os._exit(0)
+
+    def introduce(self, order: Order) -> None:
+        """Send the first process, which another program has started, the part of the session's order that it needs."""
+        self._control.send(json.dumps(order).encode())
+
+    def supervise(self) -> None:
+        """Serve the client until it closes the channel, the session's time is over, or its first process ends; then end
+        all processes of the session."""
+        processes.watch_ahead()
+        ended = os.pidfd_open(self._init_pid)
+        for descriptor in (ended, self._channel.fileno(), self._control.fileno()):
+            self._poll.register(descriptor, select.POLLIN)
+        reason = ""
+        try:
+            while not reason:
+                reason = self._turn(ended)
+        finally:
+            processes.end_all(self._init_pid)
+        self._send({"ended": reason})
+
+    def _turn(self, ended: int) -> str:
+        """Wait for one event or the next look at the limits, and deal with it. Return why the session ends; empty if it
+        goes on."""
+        ready = {descriptor for descriptor, _ in self._poll.poll(self._wait_ms())}
+        if self._control.fileno() in ready:
+            with contextlib.suppress(OSError):
+                self._heed(json.loads(self._control.recv(CHUNK_BYTES) or b"{}"))
+        if ended in ready:
+            return "its first process has ended"
+        if now_s() >= self._until_s:
+            return "deadline"
+        if self._channel.fileno() in ready and not self._obey():
+            return "stopped"
+        if self._command is not None:
+            self._look_at(self._command, ready)
+        if now_s() >= self._looked_s + POLL_MS / 1000:
+            self._end_excess()
+            self._looked_s = now_s()
+        return ""
+
+    def _wait_ms(self) -> int:
+        """Return how long the supervisor may wait for an event before it looks at the limits."""
+        busy = self._command is not None or next(processes.descendants(self._init_pid), None) is not None
+        left_s = (self._until_s if self._command is None else min(self._until_s, self._command.until_s)) - now_s()
+        return max(0, min(POLL_MS if busy else IDLE_MS, int(left_s * 1000) + 1))
+
+    def _heed(self, record: Order) -> None:
+        """Deal with a message of the first process: it is ready or could not start, the command has ended, or the
+        processes that exceeded a limit have gone."""
+        command = self._command
+        if "status" in record:
+            if command is not None:
+                command.ended = record
+                if not command.reason:
+                    self._finish(command)
+        elif record.get("whose") == "limit":
+            self._ending = False
+            if command is not None and command.ended:
+                self._finish(command)
+        elif record:
+            self._send(record)
+
+    def _obey(self) -> bool:
+        """Read what the client has sent and carry it out; return ``False`` if the client has gone or wants the end."""
+        try:
+            data = self._channel.recv(CHUNK_BYTES)
+        except OSError:
+            return False
+        self._received += data
+        while (frame := frames.unpack(self._received)) is not None:
+            record, more = frame
+            if record["do"] == "run":
+                self._run(record, more)
+            elif record["do"] == "end":
+                self._tell_init({"do": "end", "since": False, "whose": "client"})
+            else:
+                self._tell_init({"do": "count"})
+        return bool(data)
+
+    def _run(self, order: Order, data: bytes) -> None:
+        """Start a command."""
+        self._command = command = RunningCommand(order, data)
+        for descriptor in command.output:
+            self._poll.register(descriptor, select.POLLIN)
+        message = {"do": "run", **{name: order[name] for name in ("argv", "env", "cwd")}}
+        command.pass_ends(self._control, message, self.order["user"])
+        if command.input >= 0:
+            self._poll.register(command.input, select.POLLOUT)
+
+    def _others(self) -> list[int]:
+        """Return the processes of the session but its first one; at most one more than the limit."""
+        first = self.order["programs_before"]  # bubblewrap has processes of its own before the commands
+        found = islice(processes.descendants(self._init_pid), first + self.order["limits"]["processes"] + 1)
+        return list(found)[first:]
+
+    def _look_at(self, command: RunningCommand, ready: set[int]) -> None:
+        """Move the input and the outputs of the command, and end it at its deadline or when it has written too much."""
+        if command.input in ready:
+            fed = command.input
+            command.feed()
+            if command.input < 0:
+                self._poll.unregister(fed)
+        for descriptor in command.output.keys() & ready:
+            if not command.read(descriptor):
+                self._poll.unregister(descriptor)
+        if not command.reason and now_s() >= command.until_s:
+            command.reason = "wall_time"
+        if command.reason:
+            self._end(since=True)
+
+    def _end_excess(self) -> None:
+        """End all processes of the session if they exceed a limit together. The session goes on with its files."""
+        pids = self._others()
+        limits = self.order["limits"]
+        reason = "processes" if len(pids) > limits["processes"] else ""
+        resident = {pid: processes.resident_bytes(pid) for pid in pids}
+        if not reason and sum(resident.values()) > limits["memory_bytes"]:
+            resident = {pid: processes.proportional_bytes(pid, limit) for pid, limit in resident.items()}
+            reason = "memory" if sum(resident.values()) > limits["memory_bytes"] else ""
+        if reason:
+            if self._command is not None:
+                self._command.reason = self._command.reason or reason
+            self._end(since=False)
+
+    def _end(self, *, since: bool) -> None:
+        """Have the first process kill all processes, or those ``since`` the command began."""
+        if not self._ending:
+            self._ending = True
+            self._tell_init({"do": "end", "since": since, "whose": "limit"})
+
+    def _tell_init(self, message: Order) -> None:
+        """Send the first process a message; if it has gone, the session ends at once anyway."""
+        with contextlib.suppress(OSError):
+            self._control.send(json.dumps(message).encode())
+
+    def _finish(self, command: RunningCommand) -> None:
+        """Send the client the result of a command that has ended, with the output until then."""
+        for descriptor in command.output:
+            command.read(descriptor)
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(descriptor)
+        if command.input >= 0:
+            self._poll.unregister(command.input)
+        command.close()
+        self._command = None
+        outputs = [bytes(kept) for kept in command.output.values()]
+        record = {"result": command.ended, "reason": command.reason, "sizes": [len(output) for output in outputs]}
+        self._send(record, b"".join(outputs))
+
+    def _send(self, record: Order, data: bytes = b"") -> None:
+        """Send a frame to the client; one that has gone needs none."""
+        with contextlib.suppress(OSError):
+            self._channel.sendall(frames.packed(record, data))
+
+
+def now_s() -> float:
+    """Return the seconds of a clock that never goes back."""
+    return time.monotonic()  # noqa: TID251 - a program of its own, without the clock of headrace

@@ -1,0 +1,171 @@
+"""Ways out of a session: each is closed in each local driver, and the session works on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from headrace.rollout.scoring.sandbox import Reason
+from headrace.wings.sandboxes import SandboxSession
+from tests.wings.sandboxes.conftest import Sandboxes
+
+ONLY_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="numbers of system calls of x86_64")
+CALLS = {
+    "a mount": "165, b'', b'/tmp', b'tmpfs', 0, 0",
+    "a new root": "161, b'/tmp'",
+    "pivot_root": "155, b'.', b'.'",
+    "a user namespace": "272, 0x10000000",
+    "a network namespace": "272, 0x40000000",
+    "clone into a user namespace": "56, 0x10000011, 0, 0, 0, 0",
+    "setns": "308, 0, 0",
+    "ptrace of the first process": "101, 16, 1, 0, 0",
+    "memory of the first process": "310, 1, 0, 0, 0, 0, 0",
+    "files of the first process": "438, 3, 3, 0",
+    "bpf": "321, 0, 0, 0",
+    "performance events": "298, 0, 0, -1, -1, 0",
+    "io_uring": "425, 1, 0",
+    "userfaultfd": "323, 0",
+    "keys of the kernel": "250, 0, 0, 0",
+    "memory of no process": "319, b'x', 0",
+    "shared memory of System V": "29, 0, 4096, 0o1600",
+    "a file by its handle": "304, -100, 0, 0",
+    "a kernel module": "175, 0, 0, b''",
+    "another kernel": "246, 0, 0, 0, 0",
+    "a restart": "169, 0xfee1dead, 672274793, 0x1234567",
+    "swap": "167, b'/tmp/x', 0",
+    "the clock": "164, 0, 0",
+    "the kernel's log": "103, 10, 0, 0",
+    "a mount by descriptor": "428, -100, b'/', 0",
+    "a file system by descriptor": "430, b'tmpfs', 0",
+    "process accounting": "163, b'/tmp/x'",
+    "the machine's name": "170, b'x', 1",
+    "the user root": "105, 0",
+    "the group root": "106, 0",
+    "a device": "133, b'/tmp/dev', 0o60666, 0x801",
+    "the numbers of another system": "0x40000000 + 39",
+}
+"""System calls that fail, each with its arguments."""
+
+
+@ONLY_X86
+@pytest.mark.parametrize("arguments", CALLS.values(), ids=CALLS)
+def test_the_ways_to_more_power_are_closed(sandboxes: Sandboxes, long_session: SandboxSession, arguments: str) -> None:
+    code = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print(libc.syscall({arguments}))"
+    done = sandboxes.python(long_session, code)
+    assert done.stdout == "-1\n"
+
+
+COMMANDS = {
+    "processes outside": "ls /proc | grep -c '^[0-9]' | (read n; test $n -gt 8 && echo seen)",
+    "the first process's environment": "cat /proc/1/environ",
+    "the first process's root": "ls /proc/1/root/",
+    "the first process's files": "ls -l /proc/1/fd",
+    "the first process's memory": "head -c 1 /proc/1/mem; : > /proc/1/mem",
+    "the first process's directory": "ls /proc/1/cwd/",
+    "the end of the first process": "kill -9 1; kill -TERM 1; false",
+    "settings of the kernel": "echo 1 > /proc/sys/kernel/sysrq; echo x > /proc/sys/kernel/core_pattern",
+    "a magic key": "echo b > /proc/sysrq-trigger",
+    "memory of the kernel": "head -c 1 /proc/kcore; head -c 1 /dev/mem; head -c 1 /dev/kmsg",
+    "the system's programs": "echo x > /usr/bin/env; rm -f /usr/bin/env; mv /usr/bin /usr/sbin2",
+    "a mount made writable": "mount -o remount,rw /usr",
+    "a mount taken away": "umount /usr /proc /dev/null",
+    "passwords": "cat /etc/shadow /root/.bashrc /root/.ssh/id_rsa",
+    "the library that is tested": f"ls {Path(__file__).parent} {Path.cwd()}/src",
+    "control groups": "ls /sys/fs/cgroup; mkdir /sys",
+    "a better place among processes": "nice -n -5 true 2>&1 | grep -v cannot; chrt -f 1 true",
+    "higher limits": "ulimit -H -n 99999; ulimit -H -v unlimited; ulimit -c unlimited",
+    "a terminal": "cat < /dev/tty; ls /dev/pts",
+    "open files": "ls /proc/self/fd | grep -vE '^([0-3]|99)$'",
+    "another user": "su root -c id; sudo -n id; chown root /tmp",
+    "a file of root": "touch /tmp/own && chown root /tmp/own",
+    "a network by its file": "exec 3<>/dev/tcp/127.0.0.1/22 && echo connected",
+    "a network by its names": "getent hosts localhost.example.com",
+    "other interfaces": "grep -v -e lo: -e Inter -e face /proc/net/dev",
+    "a program that takes on another user": (
+        "cp /bin/bash /tmp/shell && chmod 6755 /tmp/shell && /tmp/shell -p -c 'test $(id -u) = 0 && id'"
+    ),
+    "secrets of the caller": "env | grep -i -e headrace -e secret -e token",
+    "a link out": f"ln -sf {__file__} /tmp/link && cat /tmp/link",
+    "a hard link to a program": "ln /usr/bin/env /tmp/env",
+    "a device by mknod": "mknod /tmp/disk b 8 0",
+}  # fmt: skip
+"""Commands that must print nothing."""
+
+
+@pytest.mark.parametrize("command", COMMANDS.values(), ids=COMMANDS)
+def test_nothing_outside_is_seen_or_changed(
+    sandboxes: Sandboxes, long_session: SandboxSession, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SECRET_TOKEN", "1")
+    done = sandboxes(long_session.run(f"{{ {command}; }} 2>/dev/null"))
+    assert done.stdout.replace("total 0\n", "") == ""
+    assert done.reason is Reason.EXITED
+    assert psutil.Process().is_running()
+    assert sandboxes(long_session.run("/usr/bin/env true && echo fine")).stdout == "fine\n"
+
+
+@pytest.mark.parametrize("deed", ["AF_INET, socket.SOCK_STREAM", "AF_INET6, socket.SOCK_DGRAM", "AF_NETLINK, 3"])
+def test_no_network_socket_can_be_opened(sandboxes: Sandboxes, long_session: SandboxSession, deed: str) -> None:
+    done = sandboxes.python(long_session, f"import socket; socket.socket(socket.{deed})")
+    assert "PermissionError" in done.stderr
+
+
+def test_no_socket_of_the_machine_can_be_reached(sandboxes: Sandboxes, long_session: SandboxSession) -> None:
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"\0headrace-test-{os.getpid()}")
+        listening.listen()
+        code = f"import socket; socket.socket(socket.AF_UNIX).connect('\\0headrace-test-{os.getpid()}')"
+        assert "ConnectionRefusedError" in sandboxes.python(long_session, code).stderr
+
+
+def test_commands_have_no_capability_and_stand_behind_a_filter(
+    sandboxes: Sandboxes, long_session: SandboxSession
+) -> None:
+    done = sandboxes(long_session.run("grep -E '^(Cap(Eff|Prm|Inh|Amb)|NoNewPrivs|Seccomp):' /proc/self/status; id -u"))
+    *lines, user = done.stdout.split("\n")[:-1]
+    values = {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    assert {values.pop(name) for name in ("CapEff", "CapPrm", "CapInh", "CapAmb")} == {"0" * 16}
+    assert values == {"NoNewPrivs": "1", "Seccomp": "2"}
+    assert int(user) != 0
+
+
+def test_every_guard_stands_here_where_root_may_put_them_up(sandboxes: Sandboxes) -> None:
+    if os.getuid() != 0:
+        pytest.skip("only root may put up all of them")
+    assert sandboxes.driver.missing == {}
+
+
+def test_a_program_that_kills_everything_it_can_kills_only_itself(
+    sandboxes: Sandboxes, long_session: SandboxSession
+) -> None:
+    done = sandboxes(long_session.run("sleep 1000 & kill -9 -1; echo still here"))
+    assert (done.reason, done.stdout) in ((Reason.SIGNALLED, ""), (Reason.EXITED, "still here\n"))
+    sandboxes(long_session.end_background())
+    assert sandboxes(long_session.run("echo next")).stdout == "next\n"
+
+
+def test_a_command_cannot_forge_how_it_ended(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    forged = "printf '/etc\\nPATH=/tmp/evil\\0' >&99; exit 9"
+    done = sandboxes(session.run(forged))
+    assert done.exit_code == 9
+    assert sandboxes(session.run("exit 4")).exit_code == 4  # with whatever PATH: it has only harmed itself
+
+
+def test_a_fork_bomb_costs_its_own_command(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    done = sandboxes(session.run("b() { b | b & }; b; while :; do b; done"))
+    assert done.reason in (Reason.PROCESSES, Reason.EXITED, Reason.SIGNALLED)
+    assert sandboxes(session.end_background()) >= 0
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+
+
+def test_packages_threads_and_event_loops_work_all_the_same(sandboxes: Sandboxes, long_session: SandboxSession) -> None:
+    code = "import asyncio, numpy; print(asyncio.run(asyncio.to_thread(lambda: numpy.arange(3).sum())))"
+    assert sandboxes.python(long_session, code).stdout == "3\n"
+    assert sandboxes(long_session.run(f"{sys.executable} -c 'import tempfile; print(tempfile.gettempdir())'")).ok
+    assert sandboxes(long_session.run("diff <(echo a) <(echo a) && echo x > /dev/stdout")).stdout == "x\n"

@@ -1,0 +1,207 @@
+"""The contract of a session, which every local driver keeps."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from headrace.base.errors import ConfigError, EpisodeError
+from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
+from headrace.wings.sandboxes import LIMITS, SandboxSession, SandboxSpec, SessionEnded, SessionState, open_sandboxes
+from tests.wings.sandboxes.conftest import Sandboxes
+
+MIB = 1 << 20
+
+
+def test_a_command_gives_its_outputs_and_its_exit_code(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    done = sandboxes(session.run("cat; echo aside >&2; exit 3", stdin=b"in"))
+    assert (done.stdout, done.stderr, done.exit_code, done.reason) == ("in", "aside\n", 3, Reason.EXITED)
+
+
+def test_directory_and_exported_variables_are_those_of_the_command_before(
+    sandboxes: Sandboxes, session: SandboxSession
+) -> None:
+    sandboxes(session.run("mkdir -p a/b && cd a && export WORD='two\nlines' && hidden=1; false"))
+    done = sandboxes(session.run('pwd; echo "$WORD$hidden"; cd b; unset WORD; exit 0'))
+    assert done.stdout == "/workspace/a\ntwo\nlines\n"
+    assert sandboxes(session.run('pwd; echo "[$WORD]"')).stdout == "/workspace/a/b\n[]\n"
+
+
+def test_a_shell_that_cannot_tell_its_state_leaves_the_one_before(
+    sandboxes: Sandboxes, session: SandboxSession
+) -> None:
+    sandboxes(session.run("export KEPT=1; cd /tmp"))
+    for command in ("cd /; exec true", "cd /; kill -9 $$", "cd /; head -c 99 /dev/zero >&99; exec true"):
+        sandboxes(session.run(command))
+    assert sandboxes(session.run("pwd; echo $KEPT")).stdout == "/tmp\n1\n"
+
+
+def test_files_are_written_and_read_as_they_are(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    data = bytes(range(256)) * 5000
+    sandboxes(session.write({"deep/er/data": data, "/srv/x y": "text", "run.sh": "#!/bin/sh\necho ran\n"}))
+    assert sandboxes(session.read("deep/er/data", 2 * MIB)) == data
+    assert sandboxes(session.read("/srv/x y")) == b"text"
+    assert sandboxes(session.run("./run.sh; rm run.sh deep/er/data; ls deep/er")).stdout == "ran\n"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [("missing", "No such file"), ("/proc/1/environ", "Permission denied"), ("/dev/zero", "output")],
+)
+def test_a_file_that_cannot_be_read_is_told_by_name(
+    sandboxes: Sandboxes, long_session: SandboxSession, path: str, words: str
+) -> None:
+    with pytest.raises(EpisodeError, match=words):
+        sandboxes(long_session.read(path))
+
+
+@pytest.mark.parametrize("path", ["/usr/bin/new", "/proc/new", "/etc/ld.so.cache/x"])
+def test_a_file_that_cannot_be_written_is_told_by_name(
+    sandboxes: Sandboxes, long_session: SandboxSession, path: str
+) -> None:
+    with pytest.raises(EpisodeError, match="cannot be written"):
+        sandboxes(long_session.write({path: "x"}))
+
+
+def test_a_program_in_the_background_goes_on_and_is_counted(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    sandboxes(session.run("mkfifo pipe; (read line < pipe; echo $line > heard) & sleep 1000 &"))
+    assert sandboxes(session.count_background()) == 2
+    sandboxes(session.run("echo hello > pipe; while ! test -s heard; do :; done"))
+    assert sandboxes(session.read("heard")) == b"hello\n"
+    assert sandboxes(session.end_background()) == 1
+    assert sandboxes(session.count_background()) == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "reason"),
+    [
+        ("while :; do :; done", Reason.WALL_TIME),
+        ("trap '' TERM INT; sleep 1000 & sleep 1000", Reason.WALL_TIME),
+        ("setsid bash -c 'setsid sleep 1000 & sleep 1000' & sleep 1000", Reason.WALL_TIME),
+        ("yes", Reason.OUTPUT),
+        ("cat /dev/zero >&2", Reason.OUTPUT),
+        ("kill -SEGV $$", Reason.SIGNALLED),
+    ],
+)
+def test_a_command_that_does_not_stop_is_stopped_with_all_that_it_started(
+    sandboxes: Sandboxes, long_session: SandboxSession, command: str, reason: Reason
+) -> None:
+    wall_s = 0.3 if reason is Reason.WALL_TIME else 30.0
+    done = sandboxes(long_session.run(command, limits=replace(LIMITS, wall_s=wall_s, output_bytes=10_000)))
+    assert done.reason is reason
+    assert done.exit_code is None
+    assert len(done.stdout) + len(done.stderr) <= 20_000
+    assert sandboxes(long_session.count_background()) == 0
+    assert sandboxes(long_session.run("echo next")).stdout == "next\n"
+
+
+def test_a_deadline_spares_what_ran_before_the_command(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    sandboxes(session.run("sleep 1000 &"))
+    assert sandboxes(session.run("sleep 999", limits=replace(LIMITS, wall_s=0.2))).reason is Reason.WALL_TIME
+    assert sandboxes(session.run("pgrep -c -x sleep")).stdout == "1\n"
+
+
+def test_processor_time_has_a_limit(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start(replace(LIMITS, cpu_s=1))
+    assert sandboxes(session.run("while :; do :; done")).reason is Reason.CPU_TIME
+    sandboxes(session.stop())
+
+
+def test_memory_of_many_processes_counts_together(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start(replace(LIMITS, memory_bytes=100 * MIB))
+    code = "import os, signal; x = bytearray(os.urandom(1 << 10) * (30 << 10)); signal.pause()"
+    sandboxes(session.write({"eat.py": code}))
+    done = sandboxes(session.run("for i in 1 2 3 4 5; do python -I eat.py & done; wait"))
+    assert done.reason is Reason.MEMORY
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+    sandboxes(session.stop())
+
+
+def test_disk_has_a_limit_and_a_full_one_can_be_cleared(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start(replace(LIMITS, disk_bytes=4 * MIB, file_bytes=3 * MIB))
+    done = sandboxes(session.run("for i in 1 2 3; do head -c 2000000 /dev/zero > $i; done"))
+    assert "No space left" in done.stderr
+    assert sandboxes(session.run("rm -f 1 2 3; echo x > 4; cat 4")).stdout == "x\n"
+    assert "File size limit" in sandboxes(session.run("head -c 3500000 /dev/zero > 5")).stderr
+    sandboxes(session.stop())
+
+
+def test_sessions_do_not_see_each_other(sandboxes: Sandboxes) -> None:
+    one, other = sandboxes.start(), sandboxes.start()
+    sandboxes(one.run("echo secret > note; echo secret > /tmp/note; sleep 1000 &"))
+    seen = sandboxes(other.run("ls /tmp /workspace; pgrep sleep; ls /proc | grep '^[0-9]' | tail -n +8")).stdout
+    assert seen.split() == ["/tmp:", "/workspace:"]
+    for session in (one, other):
+        sandboxes(session.stop())
+
+
+def test_calls_at_once_wait_for_each_other(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    async def several() -> list[str]:
+        done = await asyncio.gather(*(session.run(f"echo {n} >> log; cat log | wc -l") for n in range(5)))
+        return [one.stdout for one in done]
+
+    assert sandboxes(several()) == [f"{n}\n" for n in range(1, 6)]
+
+
+def test_the_end_of_its_time_ends_a_session_in_the_middle_of_a_command(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start(life_s=0.6)
+    with pytest.raises(SessionEnded, match=r"its time of 0\.6 s is over"):
+        sandboxes(session.run("sleep 1000"))
+    assert session.state is SessionState.ENDED
+    for call in (session.run("true"), session.read("x"), session.write({"x": ""}), session.snapshot()):
+        with pytest.raises(SessionEnded, match="its time"):
+            sandboxes(call)
+
+
+def test_a_stopped_session_refuses_everything_by_name(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start()
+    sandboxes(session.stop())
+    sandboxes(session.stop())
+    for call in (session.run("true"), session.snapshot()):
+        with pytest.raises(SessionEnded, match="it was stopped") as error:
+            sandboxes(call)
+        assert error.value.reason == "session_ended"
+
+
+def test_a_cancelled_call_ends_its_session_and_no_other(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    other = sandboxes.start()
+
+    async def cut_off() -> None:
+        async with asyncio.timeout(0.2):
+            await other.run("sleep 1000")
+
+    with pytest.raises(TimeoutError):
+        sandboxes(cut_off())
+    assert other.state is SessionState.ENDED
+    assert sandboxes(session.run("echo fine")).stdout == "fine\n"
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (SandboxSpec(limits=replace(LIMITS, disk_bytes=0)), "limits.disk_bytes=0 leaves nothing"),
+        (SandboxSpec(limits=SandboxLimits()), "limits.open_files=64 is too few"),
+        (SandboxSpec(life_s=-1), "life_s=-1"),
+        (SandboxSpec(directory="here"), "'here' is not a full path"),
+        (SandboxSpec(directory="/usr/new"), "'/usr/new' of a session cannot be made"),
+        (SandboxSpec(variables={"A=B": "1"}), "'A=B'"),
+    ],
+)
+def test_a_description_that_cannot_work_is_refused_by_name(sandboxes: Sandboxes, spec: SandboxSpec, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        sandboxes(sandboxes.driver.start(spec))
+
+
+@pytest.mark.parametrize("command", ["x" * 200_000, "echo \0"])
+def test_a_command_that_no_shell_could_get_is_refused(
+    sandboxes: Sandboxes, long_session: SandboxSession, command: str
+) -> None:
+    with pytest.raises(EpisodeError, match="cannot be given to a shell"):
+        sandboxes(long_session.run(command))
+
+
+def test_an_unknown_kind_of_sandbox_is_refused_with_the_nearest_name() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
+        asyncio.run(open_sandboxes("bubblewrapp"))
