@@ -309,7 +309,7 @@ class LocalSession(SandboxSession):
         return int(record["processes"])
 
     async def take_files(self) -> LayerFiles | CopiedFiles:
-        """Return the files for a snapshot. With overlays the session gets a new supervisor, whose first process has a
+        """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another one on a
         new layer."""
         if not self._driver.overlays:
             archive = await self.pack([*NOT_COPIED, *self._driver.readable])
@@ -326,7 +326,6 @@ class LocalSession(SandboxSession):
         store = self._own_store
         number = sum(layer.startswith(f"{store}/") for layer in self._layers)
         self._layers.append(f"{store}/{number}")
-        await self.connect()
         return files
 
     @property
@@ -362,12 +361,15 @@ class LocalSession(SandboxSession):
         except SessionEnded:
             pass
         self._writer.close()
+        self._writer = None
 
     async def _call(self, order: dict[str, Any], data: bytes, within_s: float) -> tuple[dict[str, Any], bytes]:
         """Send the supervisor an order, and return its answer. A session that does not answer in time, or whose caller
         was cancelled, is killed."""
-        assert self._writer is not None
         try:
+            if self._writer is None:  # after a snapshot
+                await self.connect()
+            assert self._writer is not None
             self._writer.write(frames.packed(order, data))
             record, more = await self._answer(within_s)
         except asyncio.CancelledError:

@@ -1,0 +1,71 @@
+"""The warm pool gives sessions that are ready, alike and apart."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from headrace.base.errors import ConfigError, EpisodeError
+from headrace.wings.sandboxes import LIMITS, SandboxSpec, SessionState
+from headrace.wings.sandboxes.pool import SessionPool
+from tests.wings.sandboxes.conftest import Sandboxes
+
+
+def test_sessions_of_a_pool_begin_alike_are_replaced_and_end_with_it(sandboxes: Sandboxes) -> None:
+    async def body() -> None:
+        first = await sandboxes.driver.start(SandboxSpec())
+        await first.run("echo base > file; mkdir d; cd d; export WORD=here")
+        snapshot = await first.snapshot()
+        async with SessionPool(sandboxes.driver, snapshot, ready=2) as pool:
+            await pool.fill()
+            taken = [await pool.take() for _ in range(3)]
+            said = [(await session.run("echo $WORD >> ../file; cat ../file; pwd")).stdout for session in taken]
+            assert said == ["base\nhere\n/workspace/d\n"] * 3
+            await pool.fill()
+            spare = await pool.take()
+            await spare.stop()
+        assert [session.state for session in taken] == [SessionState.RUNNING] * 3
+        for session in [*taken, first]:
+            await session.stop()
+        await sandboxes.driver.release(snapshot)
+        assert not sandboxes.driver._sessions  # type: ignore[attr-defined]
+
+    sandboxes(body())
+
+
+def test_a_ready_session_that_has_ended_is_not_given_away(sandboxes: Sandboxes) -> None:
+    async def body() -> None:
+        async with SessionPool(sandboxes.driver, SandboxSpec(), ready=1) as pool:
+            await pool.fill()
+            await pool._ready[0].stop()
+            session = await pool.take()
+            assert session.state is SessionState.RUNNING
+            await session.stop()
+
+    sandboxes(body())
+
+
+def test_a_start_that_fails_is_told_to_whom_it_concerns_and_tried_again(sandboxes: Sandboxes) -> None:
+    async def body() -> None:
+        session = await sandboxes.driver.start(SandboxSpec())
+        snapshot = await session.snapshot()
+        await session.stop()
+        await sandboxes.driver.release(snapshot)
+        async with SessionPool(sandboxes.driver, snapshot, ready=1) as pool:
+            for _ in range(2):
+                async with asyncio.timeout(30):
+                    with pytest.raises(EpisodeError, match="has been released"):
+                        await pool.take()
+        wrong = SandboxSpec(limits=replace(LIMITS, processes=0))
+        async with SessionPool(sandboxes.driver, wrong, ready=1) as pool:
+            with pytest.raises(ConfigError, match="limits.processes=0"):
+                await pool.take()
+
+    sandboxes(body())
+
+
+def test_a_pool_of_nothing_is_refused(sandboxes: Sandboxes) -> None:
+    with pytest.raises(ConfigError, match="ready=0 keeps no session ready"):
+        SessionPool(sandboxes.driver, SandboxSpec(), ready=0)
