@@ -46,6 +46,8 @@ STARTED_S = 20.0
 """The longest time until a session is ready; it needs milliseconds."""
 GRACE_S = 15.0
 """How long after the deadline of a command its result may take to arrive, before the session is killed."""
+BUFFER_BYTES = 1 << 20
+"""The size of buffers between a session and this process."""
 MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
 NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace")
@@ -166,6 +168,7 @@ class LocalDriver(SandboxDriver):
     async def start_supervisor(self, order: dict[str, Any]) -> socket.socket:
         """Have the host start a supervisor, and return the channel to it."""
         channel, other_end = socket.socketpair()
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         with other_end:
             try:
                 await self._send({"do": "start", **order}, [other_end.fileno()])
@@ -262,7 +265,7 @@ class LocalSession(SandboxSession):
             "session": self._name, "layers": self._layers, "limits": asdict(self.spec.limits), "user": self._user,
             "life_s": max(0.0, self._until_s - RealClock().now()),
         })  # fmt: skip
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=channel)
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
         record, _ = await self._answer(STARTED_S)
         if "error" in record:
             self.lose(record["error"])

@@ -12,6 +12,7 @@ Files: :mod:`~headrace.wings.sandboxes.local.root`; the first process:
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import select
@@ -34,7 +35,10 @@ POLL_MS = 30
 """The interval at which the processes of a session are counted while there are any."""
 IDLE_MS = 1000
 """The interval at which a session without processes looks at its deadline."""
-CHUNK_BYTES = 1 << 16
+CHUNK_BYTES = 1 << 20
+"""The most bytes that are moved at once, and the size of pipes and sockets that carry more."""
+SMALL_BYTES = 1 << 16
+"""The size that pipes have by themselves."""
 STATE_BYTES = 1 << 16
 """The most bytes that are read of the directory and the variables of a shell."""
 SEND_S = 30
@@ -58,6 +62,10 @@ class RunningCommand:
         self.output = {read_end: bytearray() for read_end, _ in self._outputs}
         """What standard output, standard error and the state pipe have brought, by the file descriptor."""
         self.input = self._input[1]
+        for large, (pipe, _) in ((len(data), self._input), (order["output_bytes"], self._outputs[0])):
+            if large > SMALL_BYTES:
+                with contextlib.suppress(OSError):  # the user has too many large pipes
+                    fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK_BYTES)
         for descriptor in (self.input, *self.output):
             os.set_blocking(descriptor, False)
 
@@ -112,6 +120,7 @@ class SessionSupervisor:
         """Supervise the session that ``order`` describes for the client at the other end of ``channel``."""
         self.order = order
         self._channel = channel
+        channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
         self._received = bytearray()
         self._command: RunningCommand | None = None
