@@ -84,7 +84,7 @@ def test_a_file_without_usable_rows_is_refused_by_name(tmp_path: Path, name: str
 
 def test_a_data_file_that_is_missing_or_a_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "dir.jsonl").mkdir()
-    for name, problem in (("none.jsonl", "does not exist"), ("dir.jsonl", "cannot be read")):
+    for name, problem in (("none.jsonl", "does not exist"), ("dir.jsonl", "no reader finds rows")):
         with pytest.raises(DataError, match=problem):
             load_rows(tmp_path / name)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 
 import pytest
@@ -55,12 +54,11 @@ def test_a_start_that_fails_is_told_to_whom_it_concerns_and_tried_again(sandboxe
         await sandboxes.driver.release(snapshot)
         async with SessionPool(sandboxes.driver, snapshot, ready=1) as pool:
             for _ in range(2):
-                async with asyncio.timeout(30):
-                    with pytest.raises(EpisodeError, match="has been released"):
-                        await pool.take()
+                with pytest.raises(EpisodeError, match="has been released"):
+                    await pool.take()
         wrong = SandboxSpec(limits=replace(LIMITS, processes=0))
         async with SessionPool(sandboxes.driver, wrong, ready=1) as pool:
-            with pytest.raises(ConfigError, match="limits.processes=0"):
+            with pytest.raises(ConfigError, match="processes=0 leaves nothing"):
                 await pool.take()
 
     sandboxes(body())

@@ -12,13 +12,23 @@ from typing import Any
 import numpy as np
 
 from headrace.base.errors import DataError
+from headrace.base.plugins import Registry
 
 Row = dict[str, Any]
 
+READERS = Registry[Callable[[Path], list[Row]]](
+    group="headrace.readers",
+    setting="the reader",
+    check=lambda made: None if callable(made) else "is no function of a path",
+)
+"""Readers of directories: functions that return the rows of a directory, or none where it is not of their kind."""
+
 
 def load_rows(path: Path) -> list[Row]:
-    """Return the rows of a JSONL, CSV or Parquet file. Raises :class:`DataError` with file and line for invalid
-    contents."""
+    """Return the rows of a JSONL, CSV or Parquet file, or of a directory that a reader knows. Raises
+    :class:`DataError` with file and line for invalid contents."""
+    if path.is_dir():
+        return _read_directory(path)
     readers: dict[str, Callable[[Path], list[Row]]] = {
         ".jsonl": _read_jsonl,
         ".csv": _read_csv,
@@ -36,6 +46,17 @@ def load_rows(path: Path) -> list[Row]:
     if not rows:
         raise DataError(f"{path} has no rows", remedy="give a file with at least one row")
     return rows
+
+
+def _read_directory(path: Path) -> list[Row]:
+    """Return the rows of the first reader that finds any in a directory."""
+    for name in READERS:
+        if rows := READERS.load(name)(path):
+            return rows
+    raise DataError(
+        f"{path} is a directory in which no reader finds rows",
+        remedy=f"give a file, or a directory for one of these readers: {', '.join(READERS)} (docs/sandboxes.md)",
+    )
 
 
 def as_rows(data: Iterable[Mapping[str, Any]]) -> list[Row]:

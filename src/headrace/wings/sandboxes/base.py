@@ -125,13 +125,18 @@ class SandboxSession(ABC):
         self.spec = spec
         self.directory = spec.directory
         """The directory in which the next command begins."""
-        self.variables: Mapping[str, str] = {
-            **ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}", **spec.variables
-        }  # fmt: skip
+        self.variables: Mapping[str, str] = self.first_variables(spec)
         """The exported variables with which the next command begins."""
+        self.missing: Mapping[str, str] = {}
+        """The guards that the session lacks, each with the cause."""
         self.ended = ""
         """Why the session has ended; empty while it runs."""
         self._turn = asyncio.Lock()
+
+    @staticmethod
+    def first_variables(spec: SandboxSpec) -> dict[str, str]:
+        """Return the variables with which the first command of a session begins."""
+        return {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}", **spec.variables}
 
     @property
     def state(self) -> SessionState:

@@ -36,16 +36,21 @@ class SessionPool:
         replaced. Raises the error of its start where sessions cannot start."""
         async with self._changed:
             while True:
-                while self._ready:
-                    session = self._ready.popleft()
-                    self._changed.notify_all()
-                    if not session.ended:
-                        return session
-                if self._failure is not None:
-                    failure, self._failure = self._failure, None
-                    self._changed.notify_all()
-                    raise failure
+                if (session := self._pop()) is not None:
+                    return session
                 await self._changed.wait()
+
+    def _pop(self) -> SandboxSession | None:
+        """Return a session that is ready; ``None`` if there is none. Raises the error of the last start."""
+        self._changed.notify_all()
+        while self._ready:
+            session = self._ready.popleft()
+            if not session.ended:
+                return session
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+        return None
 
     async def fill(self) -> None:
         """Wait until as many sessions are ready as the pool keeps, or one could not start."""

@@ -255,8 +255,6 @@ class LocalSession(SandboxSession):
         self._until_s = RealClock().now() + spec.life_s
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self.missing: Mapping[str, str] = {}
-        """The guards that the session lacks, each with the cause."""
 
     async def connect(self) -> None:
         """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`

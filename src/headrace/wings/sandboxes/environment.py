@@ -1,0 +1,223 @@
+"""The environment ``shell``: an agent works on a task directory with the commands of a shell, in a session of its own.
+
+row: instruction, directory ─▶ world of the task ─fork─▶ session
+answer ─▶ action ─▶ command in the session ─▶ its output is what the model reads next
+``submit``, the last command, or the end of its time ─▶ tests ─▶ reward
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import Field, ValidationError, model_validator
+
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError, DataError, EnvError, EpisodeError
+from headrace.base.types.chat import Message
+from headrace.rollout.environments.interface import Env, Messages, StepResult
+from headrace.rollout.scoring.sandbox import Finished, Reason
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession
+from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
+from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds
+
+SUBMIT = "submit"
+"""The command that ends an episode."""
+_BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
+_SYSTEM = {
+    "block": "You work in a shell on Linux, without a network. Each answer holds one command in a block:\n"
+    f"```bash\nls -la\n```\nYou then read what it prints. When the task is done, answer with the command {SUBMIT}.",
+    "line": f"Each answer is one shell command. When the task is done, answer {SUBMIT}.",
+    "tool": "You work in a shell on Linux, without a network. Call the tool run with one command at a time. When the "
+    "task is done, answer without a call.",
+}
+"""What a model is told, by the form of its actions."""
+
+
+class ShellSettings(Section):
+    """The settings of the environment: ``env.options``."""
+
+    sandbox: str = "jail"
+    """The kind of sandbox: ``jail``, ``bubblewrap``, or what an installed package offers."""
+    action: Literal["block", "line", "tool"] = "block"
+    """How an answer gives a command: as a block in triple backquotes, as its whole text, or as a call of a tool."""
+    system: str | None = None
+    """The system prompt; unset: one that explains the form of actions; empty: none."""
+    image: Literal["none", "machine"] = "none"
+    """What becomes of tasks that name an image. ``none``: their episodes fail by name. ``machine``: the system of this
+    machine takes the place of the image, and the steps of the Dockerfile are carried out in it."""
+    offline: bool = False
+    """Whether tasks that ask for a network are attempted without one; if not, their episodes fail by name."""
+    commands: int = Field(default=30, ge=1)
+    """The most commands of an episode; after the last one its tests are run."""
+    command_s: float = Field(default=60.0, gt=0)
+    """The longest time of one command, in seconds."""
+    memory_mb: int = Field(default=1024, ge=64)
+    """The most memory of one session, in MiB; a task that asks for less gets less."""
+    disk_mb: int = Field(default=512, ge=1)
+    """The most files of one session and of its environment, in MiB each; they take memory."""
+    processes: int = Field(default=64, ge=4)
+    """The most processes of one session."""
+    output_chars: int = Field(default=8000, ge=100)
+    """The most characters of a command's output that the model reads: its beginning and its end."""
+    readable: tuple[str, ...] = ()
+    """Paths of this machine that sessions can read, besides the system and this Python."""
+    may_lack: tuple[str, ...] = ("user", "network", "process numbers", "overlay")
+    """Guards that this system may refuse; an episode fails if another one is missing. A missing network namespace is
+    replaced by the filter of system calls."""
+    environments: int = Field(default=32, ge=1)
+    """The number of tasks whose environments are kept by each worker, so that an episode begins with a fork."""
+
+    @model_validator(mode="after")
+    def _sandbox_is_known(self) -> Self:
+        """Refuse a kind of sandbox that nobody offers."""
+        SANDBOXES.offer(self.sandbox)
+        return self
+
+    @property
+    def worlds(self) -> WorldConfig:
+        """What the worlds of all tasks have in common."""
+        limits = replace(
+            LIMITS,
+            wall_s=self.command_s,
+            memory_bytes=self.memory_mb * MIB,
+            disk_bytes=self.disk_mb * MIB,
+            file_bytes=self.disk_mb * MIB,
+            processes=self.processes,
+        )
+        return WorldConfig(kind=self.sandbox, readable=self.readable, limits=limits, kept=self.environments)
+
+
+class ShellEnv(Env):
+    """One episode of a task directory."""
+
+    def __init__(self, **options: Any) -> None:
+        """Read ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for one that cannot be used."""
+        try:
+            self.settings = ShellSettings(**options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise EnvError(
+                f"env.options.{'.'.join(map(str, first['loc']))}: {first['msg']}", remedy="see docs/sandboxes.md"
+            ) from None
+        except ConfigError as error:
+            raise EnvError(f"env.options: {error.problem}", remedy=error.remedy) from None
+        self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
+        self._task: TaskDirectory | None = None
+        self._session: SandboxSession | None = None
+        self._commands = 0
+        self._until_s = 0.0
+
+    async def reset(self, task: Mapping[str, Any]) -> Messages:
+        """Begin an episode: fork the world of the task, and return its instruction."""
+        self._task = self._read_task(task)
+        self._session = await shared_worlds(self.settings.worlds).enter(str(task["directory"]), self._task)
+        self._refuse_unguarded()
+        self._until_s = now_s() + self._task.agent_s
+        system = _SYSTEM[self.settings.action] if self.settings.system is None else self.settings.system
+        messages = [Message(role="system", content=system)] if system else []
+        return [*messages, Message(role="user", content=self._task.instruction)]
+
+    async def step(self, message: Message) -> StepResult:
+        """Run the command of an answer, and return its output; at the end, run the tests, and return the reward."""
+        command = self._command_in(message)
+        if command == SUBMIT or self.settings.action == "tool":
+            return await self._end()
+        if command is None:
+            self._commands += 1
+            said = "Your answer held no command, or several. Answer with one block:\n```bash\nCOMMAND\n```"
+        else:
+            said = await self.run(command)
+        return await self._end() if self._is_over() else StepResult(messages=said)
+
+    async def run(self, command: str) -> str:
+        """Run a command in the shell, and return what it prints.
+
+        Args:
+            command: The command, as for bash.
+        """
+        assert self._session is not None
+        if self._is_over():
+            return "There is no time for more commands: answer without a call."
+        self._commands += 1
+        left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
+        done = await self._session.run(command, limits=replace(self._session.spec.limits, wall_s=left_s))
+        return self._observation(done)
+
+    async def close(self) -> None:
+        """End the session."""
+        if self._session is not None:
+            await self._session.stop()
+
+    def _read_task(self, row: Mapping[str, Any]) -> TaskDirectory:
+        """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` for one that cannot be
+        attempted."""
+        if "directory" not in row:
+            raise EpisodeError(
+                "the row has no column 'directory'", remedy="set data.path to task directories", reason="task_invalid"
+            )
+        try:
+            task = open_task(Path(row["directory"]))
+        except DataError as error:
+            raise EpisodeError(error.problem, remedy=error.remedy, reason="task_invalid") from None
+        if task.image and self.settings.image == "none":
+            raise EpisodeError(
+                f"the task {task.name} needs the image {task.image!r}, which sandboxes of kind "
+                f"{self.settings.sandbox!r} do not have",
+                remedy="set env.options.image = 'machine' if the system of this machine can take its place",
+                reason="task_image",
+            )
+        if task.asks_network and not self.settings.offline:
+            raise EpisodeError(
+                f"the task {task.name} asks for a network, and sessions have none",
+                remedy="set env.options.offline = true if it can be done without",
+                reason="task_network",
+            )
+        return task
+
+    def _refuse_unguarded(self) -> None:
+        """Raise :class:`~headrace.base.errors.EpisodeError` where the session lacks a guard that it must have."""
+        assert self._session is not None
+        refused = {name: why for name, why in self._session.missing.items() if name not in self.settings.may_lack}
+        if refused:
+            words = "; ".join(f"{name} ({why})" for name, why in refused.items())
+            raise EpisodeError(
+                f"the sandbox lacks guards on this machine: {words}",
+                remedy=f"allow them, or accept it: env.options.may_lack = {[*self.settings.may_lack, *refused]}",
+                reason="sandbox_weak",
+            )
+
+    def _command_in(self, message: Message) -> str | None:
+        """Return the command of an answer; ``None`` if it has none, or several."""
+        if self.settings.action != "block":
+            return message.content.strip()
+        found = _BLOCK.findall(message.content)
+        if not found and message.content.strip() == SUBMIT:
+            return SUBMIT
+        return found[0].strip() if len(found) == 1 else None
+
+    def _is_over(self) -> bool:
+        """Return whether the agent has used its commands or its time."""
+        return self._commands >= self.settings.commands or now_s() >= self._until_s
+
+    async def _end(self) -> StepResult:
+        """Run the tests, and end the episode with their reward."""
+        assert self._session is not None
+        assert self._task is not None
+        return StepResult(reward=await grade(self._session, self._task), done=True)
+
+    def _observation(self, done: Finished) -> str:
+        """Return what the model reads of a command's result."""
+        text = done.stdout + done.stderr
+        most = self.settings.output_chars
+        if len(text) > most:
+            left_out = len(text) - most
+            text = f"{text[: most // 2]}\n[{left_out} characters left out]\n{text[-(most - most // 2) :]}"
+        if done.reason is not Reason.EXITED:
+            return f"{text}\n[the command was ended: {done.reason.replace('_', ' ')}]".lstrip("\n")
+        ending = f"[exit code {done.exit_code}]" if done.exit_code or not text.strip() else ""
+        return "\n".join(part for part in (text.rstrip("\n"), ending) if part)

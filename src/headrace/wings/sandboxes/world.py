@@ -1,0 +1,271 @@
+"""The worlds of tasks: sessions in which the environment of a task directory has been made.
+
+first episode of a task:  start ─▶ steps of the environment ─▶ snapshot, which is kept
+every episode:                                                    └─▶ fork ─▶ agent ─▶ tests ─▶ reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import posixpath
+import re
+import shlex
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import EpisodeError
+from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
+from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes
+from headrace.wings.sandboxes.tasks import WORK_DIRECTORY, BuildStep, TaskDirectory, files_below
+
+REWARDS = "/logs/verifier"
+"""The folder of the reward files."""
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
+_SUMMARY = "short test summary info"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorldConfig:
+    """What the worlds of a run have in common."""
+
+    kind: str
+    """The kind of sandbox."""
+    readable: tuple[str, ...]
+    """Paths of this machine that sessions can read."""
+    limits: SandboxLimits
+    """The most that a task may have."""
+    kept: int
+    """The number of environments whose snapshots are kept."""
+
+
+class Worlds:
+    """The worlds of the tasks that one process attempts, each made once and forked for every episode."""
+
+    def __init__(self, config: WorldConfig) -> None:
+        """Make worlds as ``config`` says."""
+        self._config = config
+        self._driver: SandboxDriver | None = None
+        self._opening = asyncio.Lock()
+        self._made: OrderedDict[str, SandboxSnapshot] = OrderedDict()
+        self._making: dict[str, asyncio.Lock] = {}
+
+    async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
+        """Return a session in the world of ``task``, which ``key`` names. Raises
+        :class:`~headrace.base.errors.EpisodeError` where its environment cannot be made."""
+        driver = await self._open()
+        async with self._making.setdefault(key, asyncio.Lock()):
+            if key not in self._made:
+                self._made[key] = await self._make(driver, task)
+            self._made.move_to_end(key)
+            session = await driver.fork(self._made[key])
+        while len(self._made) > self._config.kept:
+            _, oldest = self._made.popitem(last=False)
+            await driver.release(oldest)
+        return session
+
+    async def close(self) -> None:
+        """End all sessions."""
+        if self._driver is not None:
+            await self._driver.close()
+
+    async def _open(self) -> SandboxDriver:
+        """Return the driver, which the first call opens."""
+        async with self._opening:
+            if self._driver is None:
+                self._driver = await open_sandboxes(self._config.kind, self._config.readable)
+        return self._driver
+
+    async def _make(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
+        """Make the environment of a task, and return its snapshot."""
+        most = self._config.limits
+        limits = replace(
+            most,
+            memory_bytes=min(most.memory_bytes, task.memory_bytes or most.memory_bytes),
+            disk_bytes=min(most.disk_bytes, task.disk_bytes or most.disk_bytes),
+        )
+        life_s = task.agent_s + task.tests_s + task.build_s
+        spec = SandboxSpec(limits=limits, life_s=life_s, directory=WORK_DIRECTORY, variables=task.variables)
+        async with await driver.start(spec) as session:
+            await _build(session, task)
+            return await session.snapshot(end_background=True)
+
+
+async def _build(session: SandboxSession, task: TaskDirectory) -> None:
+    """Carry out the steps that make the environment of a task, within its time."""
+    try:
+        async with asyncio.timeout(task.build_s):
+            for step in task.steps:
+                await _carry_out(step, session, task)
+    except TimeoutError:
+        raise _setup_failed(task, f"it took longer than {task.build_s:g} s") from None
+
+
+async def _carry_out(step: BuildStep, session: SandboxSession, task: TaskDirectory) -> None:
+    """Carry out one step that makes the environment of a task."""
+    if step.kind == "ENV":
+        session.variables = {**session.variables, step.words[0]: step.words[1]}
+    elif step.kind == "COPY":
+        await _copy(step.words, session, task)
+    elif step.kind == "WORKDIR":
+        directory = shlex.quote(posixpath.join(session.directory, step.words[0]))
+        await _run_step(f"mkdir -p {directory} && cd {directory}", session, task)
+    else:
+        directory, variables = session.directory, session.variables
+        await _run_step(step.words[0], session, task)
+        session.directory, session.variables = directory, variables  # each RUN has a shell of its own
+
+
+async def _run_step(command: str, session: SandboxSession, task: TaskDirectory) -> None:
+    """Run a command that must succeed."""
+    done = await session.run(command, limits=replace(session.spec.limits, wall_s=task.build_s))
+    if not done.ok:
+        raise _setup_failed(task, f"{command[:200]!r}: {_how(done)} {(done.stderr or done.stdout)[-400:].strip()}")
+
+
+async def _copy(words: Sequence[str], session: SandboxSession, task: TaskDirectory) -> None:
+    """Copy files of the task's folder into the session, as COPY of a Dockerfile does."""
+    *sources, target = words
+    target = posixpath.join(session.directory, target)
+    files: dict[str, bytes] = {}
+    for pattern in sources:
+        found = [task.context] if pattern in (".", "./", "/") else sorted(task.context.glob(pattern.lstrip("/")))
+        if not found:
+            raise _setup_failed(task, f"COPY {pattern}: there is no such file")
+        for path in found:
+            _refuse_outside(path, task)
+            to_folder = target.endswith("/") or words[-1] in (".", "./") or len(found) + len(sources) > 2
+            if path.is_dir():
+                files |= files_below(path, target.rstrip("/"))
+            else:
+                files[f"{target.rstrip('/')}/{path.name}" if to_folder else target] = path.read_bytes()
+    await session.write(files)
+
+
+def _refuse_outside(path: Path, task: TaskDirectory) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a file outside the folder of the environment."""
+    if not path.resolve().is_relative_to(task.context.resolve()):
+        raise _setup_failed(task, f"COPY of {path}, which lies outside {task.context}")
+
+
+async def grade(session: SandboxSession, task: TaskDirectory) -> float:
+    """Run the tests of a task in the world as the agent has left it, and return the reward. Processes of the agent are
+    ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
+    do not come to a result earn 0."""
+    await session.end_background()
+    fresh = SandboxSession.first_variables(session.spec)
+    session.variables = {**fresh, **task.test_variables}
+    directory = session.directory = task_directory(task)
+    taken = "/tests /logs"  # links and closed folders among them
+    await session.run(
+        f"rm -f {taken}; chmod -R u+rwX {taken}; rm -rf {taken}; mkdir -p /tests {REWARDS} {shlex.quote(directory)}"
+    )
+    files = files_below(task.tests, "/tests")
+    try:
+        await session.write({**files, **{f"/tests/{path.name}": path.read_bytes() for path in task.more_tests}})
+    except EpisodeError as error:
+        if error.reason != "session_file":
+            raise
+        return 0.0  # the agent has filled the disk
+    session.directory, session.variables = directory, {**fresh, **task.test_variables}
+    done = await session.run(task.test_command, limits=replace(session.spec.limits, wall_s=task.tests_s))
+    if task.prints_pytest:
+        return _pytest_reward(done)
+    await session.end_background()
+    return await _reward_of_files(session, task)
+
+
+def task_directory(task: TaskDirectory) -> str:
+    """Return the directory in which a task's commands begin."""
+    directory = WORK_DIRECTORY
+    for step in task.steps:
+        if step.kind == "WORKDIR":
+            directory = posixpath.join(directory, step.words[0])
+    return directory
+
+
+def _pytest_reward(done: Finished) -> float:
+    """Return 1 if pytest's summary names tests that passed, and none that failed; else 0.
+
+    >>> from headrace.rollout.scoring.sandbox import Reason
+    >>> _pytest_reward(Finished(reason=Reason.EXITED, stderr="", stdout=f"{_SUMMARY} ===\\nPASSED a\\n"))
+    1.0
+    >>> _pytest_reward(Finished(reason=Reason.EXITED, stderr="", stdout=f"{_SUMMARY} ===\\nPASSED a\\nFAILED b - x\\n"))
+    0.0
+    """
+    _, found, summary = done.stdout.rpartition(_SUMMARY)
+    outcomes = _OUTCOME.findall(summary) if found else []
+    return float("PASSED" in outcomes and not {"FAILED", "ERROR"} & set(outcomes))
+
+
+async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> float:
+    """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number."""
+    texts = {}
+    for name in ("reward.json", "reward.txt"):
+        try:
+            texts[name] = (await session.read(f"{REWARDS}/{name}", 1 << 16)).decode("utf-8", "replace").strip()
+        except EpisodeError as error:
+            if error.reason != "session_file":
+                raise
+    if not texts:
+        return 0.0
+    name, text = next(iter(texts.items()))
+    try:
+        value = json.loads(text)
+        if isinstance(value, dict):
+            value = value["reward"] if "reward" in value else _only(value)
+        reward = float(value)
+        if not math.isfinite(reward):
+            raise ValueError(text)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        raise EpisodeError(
+            f"the tests of the task {task.name} have written {text[:80]!r} to {name}",
+            remedy='have them write a number, or {"reward": 1.0}',
+            reason="task_reward",
+        ) from None
+    return reward
+
+
+def _only(values: dict[str, object]) -> object:
+    """Return the only value. Raises ``ValueError`` where there are several."""
+    (value,) = values.values()
+    return value
+
+
+def _how(done: Finished) -> str:
+    """Return in words how a command ended."""
+    return f"exit code {done.exit_code}" if done.exit_code is not None else f"ended for {done.reason}"
+
+
+def _setup_failed(task: TaskDirectory, text: str) -> EpisodeError:
+    """Return the error for an environment that cannot be made."""
+    return EpisodeError(
+        f"the environment of the task {task.name} cannot be made: {text}",
+        remedy="correct its set-up; sessions have no network and no root",
+        reason="task_setup",
+    )
+
+
+_SHARED: dict[tuple[WorldConfig, int], Worlds] = {}
+
+
+def shared_worlds(config: WorldConfig) -> Worlds:
+    """Return the worlds of this event loop with this configuration: all its episodes share the environments."""
+    key = (config, id(asyncio.get_running_loop()))
+    return _SHARED.setdefault(key, Worlds(config))
+
+
+async def close_shared_worlds() -> None:
+    """End the sandboxes of this event loop. A process that ends does so by itself."""
+    here = id(asyncio.get_running_loop())
+    for key in [key for key in _SHARED if key[1] == here]:
+        await _SHARED.pop(key).close()
+
+
+def now_s() -> float:
+    """Return the seconds of a clock that never goes back."""
+    return RealClock().now()

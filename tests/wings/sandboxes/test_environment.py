@@ -1,0 +1,215 @@
+"""An agent works on task directories with the commands of a shell; their tests give the reward."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
+from headrace.base.types.episode import StopReason
+from headrace.rollout.environments.data import load_rows
+from headrace.rollout.environments.entry import as_rollout
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.environments.registry import ENVIRONMENTS
+from headrace.wings.sandboxes.environment import ShellEnv
+from headrace.wings.sandboxes.world import close_shared_worlds
+from tests.wings.sandboxes.task_files import HARBOR, TERMINAL_BENCH, write_task
+
+HERE = {"image": "machine"}
+SOLVED = "sed -i s/41/42/ answer.sh"
+
+
+class Saying:
+    """A model that says what it was told to say, and keeps what it read."""
+
+    seed = 0
+
+    def __init__(self, says: Sequence[str | ToolCall]) -> None:
+        self._says = list(says)
+        self.read: list[str] = []
+
+    async def reply(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: ChatOptions | None = None
+    ) -> Reply:
+        self.read.append(messages[-1].content)
+        said = self._says.pop(0)
+        message = Message(role="assistant", content=said) if isinstance(said, str) else Message(
+            role="assistant", tool_calls=(said,)
+        )  # fmt: skip
+        return Reply(
+            message=message, turn=len(self.read), stop_reason=StopReason.STOP, num_prompt_tokens=1, num_tokens=1
+        )
+
+    async def sample(self, prompt_ids_T: Any, options: ChatOptions | None = None) -> Reply:
+        raise NotImplementedError
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as made:
+        yield made
+        made.run(close_shared_worlds())
+
+
+def attempt(
+    runner: asyncio.Runner, directory: Path, says: Sequence[str | ToolCall], **options: Any
+) -> tuple[Episode, list[str]]:
+    """Attempt a task with what a model says; return the episode, and what the model read."""
+    model = Saying(says)
+    with ThreadPoolExecutor(1) as executor:
+        rollout = as_rollout(partial(ShellEnv, **{**HERE, **options}), executor)
+        return runner.run(rollout(load_rows(directory)[0], EpisodePolicy(model))), model.read
+
+
+def block(command: str) -> str:
+    return f"I think this helps:\n```bash\n{command}\n```\n"
+
+
+def test_it_is_registered_under_its_name() -> None:
+    assert ENVIRONMENTS.load("shell") is ShellEnv
+
+
+def test_an_agent_that_solves_the_task_earns_what_the_tests_write(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    says = [block("ls; cat lib/note.txt; echo $WORD $PLACE"), block("cd data; cat made"), block("pwd"),
+            block("cd ..; " + SOLVED), block("submit")]  # fmt: skip
+    episode, read = attempt(runner, directory, says)
+    assert episode.reward == 1.0
+    assert read[0] == "Make answer.sh print 42."
+    assert read[1] == "answer.sh\ndata\nlib\nhelloset /app/data"
+    assert read[2:5] == ["built", "/app/data", "[exit code 0]"]
+
+
+def test_an_agent_that_does_not_solve_it_earns_what_the_tests_write_then(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    episode, read = attempt(runner, directory, ["no command", block("false"), "submit"])
+    assert episode.reward == 0.25
+    assert read[1].startswith("Your answer held no command")
+    assert read[2] == "[exit code 1]"
+
+
+@pytest.mark.parametrize(
+    ("cheat", "reward"),
+    [
+        ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; chmod 555 /logs/verifier", 0.25),
+        ("mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod 555 /tests", 0.25),
+        ("(while :; do echo 1 > /logs/verifier/reward.txt; done) >/dev/null 2>&1 &", 0.25),
+        ("export EXPECTED=41 PATH=/app; cd /", 0.25),
+        ("export BASH_ENV=/app/x; echo 'EXPECTED=41' > /app/x", 0.25),
+        ("ln -s /etc /logs; ln -s / /tests", 0.25),
+        ("cat /dev/zero > /tmp/full", 0.0),
+    ],
+)
+def test_what_an_agent_leaves_does_not_stand_for_the_tests(
+    runner: asyncio.Runner, tmp_path: Path, cheat: str, reward: float
+) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    episode, _ = attempt(runner, directory, [block(cheat), block("submit")])
+    assert episode.reward == reward
+
+
+def test_a_task_of_terminal_bench_is_judged_by_its_pytest(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", TERMINAL_BENCH)
+    assert attempt(runner, directory, [block("echo hello > greeting"), "submit"])[0].reward == 1.0
+
+
+def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    assert attempt(runner, directory, [SOLVED, "submit"], action="line", system="")[0].reward == 1.0
+    call = ToolCall(id="1", name="run", arguments=json.dumps({"command": f"{SOLVED}; cat answer.sh"}))
+    episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
+    assert episode.reward == 1.0
+    assert "echo 42" in read[1]
+
+
+def test_the_last_command_is_followed_by_the_tests(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    assert attempt(runner, directory, ["true", SOLVED], action="line", commands=2)[0].reward == 1.0
+
+
+def test_episodes_of_one_task_share_its_environment_and_nothing_else(runner: asyncio.Runner, tmp_path: Path) -> None:
+    dockerfile = "FROM x\nWORKDIR /app\nRUN head -c 9 /dev/urandom | base64 > made && mkdir data && touch data/made\n"
+    directory = write_task(tmp_path / "task", HARBOR, **{"environment/Dockerfile": dockerfile})
+    seen = [attempt(runner, directory, [f"cat made; ls; touch from-{n}", "submit"], action="line")[1][1] for n in "ab"]
+    assert seen[0] == seen[1]
+    assert "from" not in seen[1]
+
+
+def test_long_output_is_cut_in_its_middle(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    _, read = attempt(
+        runner, directory, ["seq 1000", "sleep 99", "submit"], action="line", output_chars=100, command_s=0.2
+    )
+    assert read[1].startswith("1\n2\n3")
+    assert "[3793 characters left out]" in read[1]
+    assert read[1].endswith("999\n1000")
+    assert read[2] == "[the command was ended: wall time]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "expected"),
+    [
+        ({}, {"image": "none"}, ("task_image", "needs the image 'python:3.12-slim'")),
+        ({"tests/test.sh": None}, {}, ("task_invalid", "has no tests")),
+        ({"environment/Dockerfile": "FROM x\nRUN apt-get install -y nothing"}, {}, ("task_setup", "exit code")),
+        ({"environment/Dockerfile": "FROM x\nRUN sleep 99"}, {}, ("task_setup", "wall_time|longer than")),
+        ({"environment/Dockerfile": "FROM x\nCOPY ../../etc/passwd /app/"}, {}, ("task_setup", "outside|no such file")),
+        ({"environment/Dockerfile": "FROM x\nCOPY missing /app/"}, {}, ("task_setup", "COPY missing")),
+        ({"task.toml": "[environment]\nallow_internet = true"}, {}, ("task_network", "asks for a network")),
+        ({"tests/test.sh": "echo lots > /logs/verifier/reward.txt"}, {}, ("task_reward", "'lots' to reward.txt")),
+        ({"tests/test.sh": "echo NaN > /logs/verifier/reward.txt"}, {}, ("task_reward", "'NaN'")),
+    ],
+)
+def test_a_task_that_cannot_be_attempted_fails_its_episode_by_name(
+    runner: asyncio.Runner,
+    tmp_path: Path,
+    changes: dict[str, str | None],
+    options: dict[str, str],
+    expected: tuple[str, str],
+) -> None:
+    reason, words = expected
+    fast = {"task.toml": "[environment]\nbuild_timeout_sec = 1.0"} if "sleep" in str(changes) else {}
+    directory = write_task(tmp_path / "task", HARBOR, **{**fast, **changes})
+    with pytest.raises(EpisodeError, match=words) as error:
+        attempt(runner, directory, ["submit"], **options)
+    assert error.value.reason == reason
+
+
+@pytest.mark.parametrize(
+    ("tests", "reward"),
+    [
+        ('echo \'{"reward": 0.5, "more": 1}\' > /logs/verifier/reward.json', 0.5),
+        ("echo '{\"correctness\": 0.75}' > /logs/verifier/reward.json", 0.75),
+        ("true", 0.0),
+        ("sleep 99", 0.0),
+    ],
+)
+def test_rewards_are_read_as_the_field_writes_them(
+    runner: asyncio.Runner, tmp_path: Path, tests: str, reward: float
+) -> None:
+    settings = "[verifier]\ntimeout_sec = 1.0"
+    directory = write_task(tmp_path / "task", HARBOR, **{"tests/test.sh": tests, "task.toml": settings})
+    assert attempt(runner, directory, ["submit"])[0].reward == reward
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"sandbox": "jial"}, "did you mean 'jail'"),
+        ({"commands": 0}, r"env\.options\.commands"),
+        ({"colour": "red"}, "colour"),
+    ],
+)
+def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(EnvError, match=words):
+        ShellEnv(**options)
