@@ -21,7 +21,7 @@ def test_a_folder_of_tasks_of_both_forms_is_a_dataset(tmp_path: Path) -> None:
     assert [(row["task"], row["prompt"]) for row in rows] == [
         ("a-first", "Make answer.sh print 42."),
         ("second", "Write hello into\nthe file greeting."),
-        ("c", ""),
+        ("c", "(this task cannot be read)"),
     ]
     assert rows[0]["directory"] == str(tmp_path / "a-first")
     assert "has no tests" in rows[2]["problem"]

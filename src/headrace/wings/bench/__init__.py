@@ -25,6 +25,7 @@ BENCHMARKS = {
     "ledger": "transitions and episodes recorded per second, and what they cost a run",
     "loop": "the demo over three seeds: accuracy, asynchronous beside synchronous time, ages",
     "plan": "how large a run the planner simulates in a minute, and how well it predicts runs of this machine",
+    "sandboxes": "sessions: start, command, snapshot, fork; 32 of them at once",
     "scoring": "what a slow judge, a process reward and the sandbox cost the learner",
     "speculation": "tokens per second with drafts from history beside without: rows seen before, rows seen first",
     "sync": "transports and codecs of weights: how long the learner and the engine stand still",

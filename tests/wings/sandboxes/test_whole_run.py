@@ -1,0 +1,59 @@
+"""Whole runs whose agents work in sandboxes."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from headrace.models.tiny import TinySpec, make_tiny
+from headrace.run.session import evaluate, train
+from tests.wings.bridges.conftest import PRINTABLE, TEMPLATE
+from tests.wings.sandboxes.task_files import HARBOR, write_task
+
+
+def make_model(directory: Path) -> Path:
+    spec = TinySpec(
+        vocab=PRINTABLE, hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64, max_positions=1024,
+        init_std=0.3, chat_template=TEMPLATE,
+    )  # fmt: skip
+    return make_tiny(directory / "model", spec)
+
+
+@pytest.mark.slow
+def test_a_run_trains_on_task_directories_and_counts_what_cannot_be_attempted(tmp_path: Path) -> None:
+    tests = "#!/bin/bash\nwc -c < /app/answer.sh > /logs/verifier/reward.txt\n"
+    for number in range(3):
+        write_task(tmp_path / f"tasks/good-{number}", HARBOR, **{"tests/test.sh": tests})
+    write_task(tmp_path / "tasks/without-tests", HARBOR, **{"tests/test.sh": None})
+    tree = {
+        "model": {"path": str(make_model(tmp_path))},
+        "data": {"path": str(tmp_path / "tasks")},
+        "env": {"kind": "shell", "options": {"action": "line", "image": "machine", "commands": 2, "system": "Go."}},
+        "engine": {"max_new_tokens": 6, "max_sequences": 16, "max_context": 1024},
+        "flow": {"groups_per_step": 2, "group_size": 2},
+        "launch": {"engine_threads": 1, "learner_threads": 1},
+        "observe": {"view": "none", "report": False},
+        "run": {"dir": str(tmp_path / "run"), "steps": 3},
+    }
+    summary = train(tree)
+    assert summary.steps == 3
+    assert summary.ledger.episodes.dropped["task_invalid"] >= 1
+
+
+@pytest.mark.slow
+def test_an_evaluation_earns_what_the_tests_write(tmp_path: Path) -> None:
+    tests = "#!/bin/bash\necho 0.5 > /logs/verifier/reward.txt\n"
+    write_task(tmp_path / "tasks/one", HARBOR, **{"tests/test.sh": tests})
+    kinds = ["jail", *(["bubblewrap"] if shutil.which("bwrap") else [])]
+    for kind in kinds:
+        options = {"sandbox": kind, "action": "line", "image": "machine", "commands": 1}
+        found = evaluate({
+            "model": {"path": str(make_model(tmp_path / kind))},
+            "data": {"eval_path": str(tmp_path / "tasks"), "count": 1},
+            "env": {"kind": "shell", "options": options},
+            "engine": {"max_new_tokens": 4, "max_sequences": 4, "max_context": 1024},
+            "launch": {"engine_threads": 1, "learner_threads": 1},
+        })  # fmt: skip
+        assert found.mean_reward == pytest.approx(0.5)
