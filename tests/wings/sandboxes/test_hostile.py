@@ -42,8 +42,8 @@ FAMILIES = {
     "memory": [
         PYTHON + " 'x = []\nwhile 1: x.append(bytearray({n}000000))'", "head -c {n}000000000 /dev/zero | tail | sort",
         "for i in 1 2 3 4 5 6; do " + PYTHON + " 'x = b\"x\" * 30000000; input()' & done; wait",
- 
-        PYTHON + " 'import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range({n}0)]\nfor m in x: m.write(bytes(1 << 24))'",
+        PYTHON + " 'import mmap\nx = [mmap.mmap(-1, 1 << 24) for _ in range({n}0)]\n"
+        "for m in x: m.write(bytes(1 << 24))'",
     ],
     "time": [
         "while :; do :; done", "trap '' 1 2 3 15; sleep {n}00", "sleep {n}00 & disown; setsid sleep {n}00 & wait",
@@ -72,8 +72,8 @@ FAMILIES = {
         PYTHON + " 'import ctypes\nfor n in range(0x40000000, 0x400001ff): ctypes.CDLL(None).syscall(n, {n}, 0, 0)'",
         PYTHON + " 'import os, fcntl\nfor f in range(3):\n for r in range(0x5400, 0x5480):\n"
         "  try: fcntl.ioctl(f, r, bytes({n}))\n  except OSError: pass'",
- 
-        PYTHON + " 'import socket, array\na, b = socket.socketpair()\nwhile 1: a.sendmsg([b\"x\"], [(1, 1, array.array(\"i\","
+        PYTHON + " 'import socket, array\na, b = socket.socketpair()\n"
+        "while 1: a.sendmsg([b\"x\"], [(1, 1, array.array(\"i\","
         " [a.fileno()]))])'",
         PYTHON + " 'import os\nfor f in os.listdir(\"/proc\"):\n try: open(f\"/proc/{{f}}\", \"wb\").write(b\"{n}\")\n"
         " except OSError: pass'",

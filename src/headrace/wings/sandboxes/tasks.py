@@ -91,7 +91,12 @@ def read_tasks(path: Path) -> list[Row]:
     """
     rows: list[Row] = []
     for directory in sorted(_task_directories(path, DEPTH)):
-        row: Row = {"prompt": "(this task cannot be read)", "task": directory.name, "directory": str(directory.resolve()), "problem": ""}
+        row: Row = {
+            "prompt": "(this task cannot be read)",
+            "task": directory.name,
+            "directory": str(directory.resolve()),
+            "problem": "",
+        }
         try:
             row["prompt"] = open_task(directory).instruction
         except DataError as error:
