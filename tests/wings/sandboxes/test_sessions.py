@@ -38,6 +38,16 @@ def test_a_shell_that_cannot_tell_its_state_leaves_the_one_before(
     assert sandboxes(session.run("pwd; echo $KEPT")).stdout == "/tmp\n1\n"
 
 
+def test_a_directory_that_has_gone_is_replaced_by_the_nearest_above(
+    sandboxes: Sandboxes, session: SandboxSession
+) -> None:
+    sandboxes(session.run("mkdir -p a/b/c; cd a/b/c"))
+    sandboxes(session.run("rm -r ../../b"))
+    assert sandboxes(session.run("pwd")).stdout == "/workspace/a\n"
+    sandboxes(session.run("mkdir shut; cd shut; chmod 000 ."))
+    assert sandboxes(session.run("pwd")).stdout == "/workspace/a\n"
+
+
 def test_files_are_written_and_read_as_they_are(sandboxes: Sandboxes, session: SandboxSession) -> None:
     data = bytes(range(256)) * 5000
     sandboxes(session.write({"deep/er/data": data, "/srv/x y": "text", "run.sh": "#!/bin/sh\necho ran\n"}))

@@ -107,7 +107,7 @@ class Init:
             self._isolation.lock()
             if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
                 raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
-            os.chdir(message["cwd"])
+            enter_directory(message["cwd"])
             os.execve(message["argv"][0], message["argv"], message["env"])
         except OSError as error:
             os.write(2, f"{message['argv'][0]} cannot be started in {message['cwd']}: {error.strerror}\n".encode())
@@ -153,6 +153,18 @@ class Init:
         """Send a record to the supervisor; if it has gone, nobody needs it."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(record).encode())
+
+
+def enter_directory(path: str) -> None:
+    """Make a directory the working directory; if it has gone, the nearest one above it that is there."""
+    while True:
+        try:
+            os.chdir(path)
+            return
+        except OSError:
+            if path in ("/", ""):
+                raise
+            path = os.path.dirname(path)
 
 
 def present() -> set[int]:
