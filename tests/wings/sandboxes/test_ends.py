@@ -184,3 +184,68 @@ def test_a_host_without_namespaces_is_refused_by_name(kind: str) -> None:
     done = subprocess.run([*without, program, kind], capture_output=True, text=True, check=False)
     assert f"sandboxes of kind '{kind}' cannot be made here: unshare: Operation not permitted" in done.stderr
     assert "remedy: allow user namespaces" in done.stderr
+
+
+PLAIN_USER = """
+import asyncio, os, sys
+from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
+
+async def main():
+    async with await open_sandboxes(sys.argv[1]) as driver:
+        session = await driver.start(SandboxSpec())
+        print(sorted(driver.missing), sorted(session.missing), os.getuid())
+        print((await session.run("id -u; grep -c 'CapEff.*0000000000000000' /proc/self/status")).stdout.split())
+        bomb = await session.run("b() { b | b & }; b; while :; do b; done")
+        await session.end_background()
+        print(bomb.reason, (await session.run("cat /proc/1/maps /proc/1/environ; ls /proc/1/fd; echo fine")).stdout)
+        await session.run("rm -r /etc /dev; ln -s /home /dev; mkdir d; echo x > d/file; rm -r /srv; ln -sfn / /srv")
+        snapshot = await session.snapshot()
+        fork = await driver.fork(snapshot)
+        print((await fork.run("rm -r d; mkdir d; ls -A d; echo y > d/new; cat d/new")).stdout)
+        trap = await fork.run("mv /etc /etc2; ln -s /tmp /etc; echo trapped")
+        print(trap.stdout)
+        try:
+            twice = await fork.snapshot()
+            other = await driver.fork(twice)
+            print((await other.run("echo fine")).stdout)
+        except Exception as error:
+            print(error)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_user_without_rights_has_sessions_too_and_is_told_what_is_weaker(kind: str) -> None:
+    python = shutil.which("python3", path="/usr/bin")
+    if os.getuid() != 0 or python is None or shutil.which("setpriv") is None or shutil.which("bwrap") is None:
+        pytest.skip("only root can become another user, who needs a Python that he can read")
+    version = subprocess.run([python, "-V"], capture_output=True, text=True, check=True).stdout
+    if version.split()[1].split(".")[:2] != [str(part) for part in sys.version_info[:2]]:
+        pytest.skip("that Python cannot import what this one has installed")
+    other = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", python, "-c", PLAIN_USER, kind]
+    paths = os.pathsep.join(path for path in sys.path if path)
+    environment = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": paths}
+    done = subprocess.run(other, capture_output=True, text=True, check=False, env=environment, cwd="/")
+    assert done.stderr == ""
+    lines = [line for line in done.stdout.splitlines() if line]
+    assert lines[:5] == ["['user'] ['user'] 65534", "['65534', '1']", "processes fine", "y", "trapped"]
+    assert len(lines) > 5  # the fork works, or the damaged place of a mount is named
+
+
+def test_what_a_session_may_read_it_cannot_write_whoever_else_could(sandboxes: Sandboxes, tmp_path: Path) -> None:
+    for folder in (tmp_path, tmp_path.parent, tmp_path.parent.parent):
+        folder.chmod(0o755)
+    (tmp_path / "note").write_text("as it was")
+    (tmp_path / "note").chmod(0o666)
+    tmp_path.chmod(0o777)
+
+    async def body() -> None:
+        async with await open_sandboxes(sandboxes.kind, [str(tmp_path)]) as driver:
+            session = await driver.start(SandboxSpec())
+            done = await session.run(f"cat {tmp_path}/note; echo x > {tmp_path}/note; echo x > {tmp_path}/new")
+            assert done.stdout == "as it was"
+            assert done.stderr.count("Read-only file system") == 2
+
+    sandboxes(body())
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["as it was"]

@@ -24,6 +24,7 @@ def test_a_folder_of_tasks_of_both_forms_is_a_dataset(tmp_path: Path) -> None:
         ("c", "(this task cannot be read)"),
     ]
     assert rows[0]["directory"] == str(tmp_path / "a-first")
+    assert rows[0]["solution"] == "```bash\nsed -i s/41/42/ /app/answer.sh\n```"
     assert "has no tests" in rows[2]["problem"]
     assert [row["task"] for row in load_rows(tmp_path / "a-first")] == ["a-first"]
 

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from headrace.models.tiny import TinySpec, make_tiny
+from headrace.rollout.environments.data import load_rows
 from headrace.run.session import evaluate, train
+from headrace.run.session.checking import check_env
 from tests.wings.bridges.conftest import PRINTABLE, TEMPLATE
 from tests.wings.sandboxes.task_files import HARBOR, write_task
 
@@ -57,3 +59,16 @@ def test_an_evaluation_earns_what_the_tests_write(tmp_path: Path) -> None:
             "launch": {"engine_threads": 1, "learner_threads": 1},
         })  # fmt: skip
         assert found.mean_reward == pytest.approx(0.5)
+
+
+@pytest.mark.slow
+def test_a_task_is_walked_before_a_run_with_its_own_solution(tmp_path: Path) -> None:
+    write_task(tmp_path / "tasks/one", HARBOR)
+    options = {"image": "machine", "commands": 2}
+    report = check_env("shell", rows=load_rows(tmp_path / "tasks"), options=options)
+    assert report.ok
+    assert "rewards differ: from 0.25 to 1" in str(report)
+    broken = write_task(tmp_path / "broken", HARBOR, **{"environment/Dockerfile": "FROM x\nRUN false\n"})
+    report = check_env("shell", rows=load_rows(broken), options=options)
+    assert "task_setup" in str(report)
+    assert not report.ok

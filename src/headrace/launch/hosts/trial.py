@@ -24,10 +24,11 @@ from headrace.base.clock import RealClock, being_cancelled
 from headrace.base.config.user_code import where
 from headrace.base.errors import EpisodeError, HeadraceError
 from headrace.base.types.messages.scorer import ScoreCompletions
-from headrace.rollout.environments.bridges import load_bridge
+from headrace.rollout.environments.bridges import load_environment
 from headrace.rollout.environments.entry import Rollout, load_entry
 from headrace.rollout.environments.interface import Env
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.environments.registry import ENVIRONMENTS
 from headrace.rollout.environments.scripted import REPORT
 from headrace.rollout.scoring.reward import RewardFunction, load_reward
 
@@ -106,10 +107,10 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
 def _load(kind: str, entry: str, options: str) -> _Loaded:
     """Import the user's environment or reward, and return the rollout over it; a second call with the same arguments
     returns the same. ``entry`` names the file and the object in it, ``kind`` says what that is, and ``options`` are the
-    options of a bridge to another library's environments, as JSON."""
+    options of a bridge to another library's environments, or of an installed package's environment, as JSON."""
     threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="environment")
-    if kind == "bridge":
-        return _Loaded(rollout=load_bridge(entry, json.loads(options), threads))
+    if kind == "bridge" or kind in ENVIRONMENTS:
+        return _Loaded(rollout=load_environment(kind, entry, json.loads(options), threads))
     if kind == "reward":
         return _Loaded(rollout=_scoring(load_reward(entry, threads)))
     uncopyable: list[str] = []

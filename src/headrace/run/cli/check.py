@@ -42,12 +42,14 @@ def loss(
 @app.command("env")
 def env(
     reference: str = typer.Argument(
-        help="my_env.py:MyEnv, my_env.py:rollout, my_reward.py:reward, LIBRARY/WHAT of a bridge, or a command."
+        help="my_env.py:MyEnv, my_env.py:rollout, my_reward.py:reward, LIBRARY/WHAT of a bridge, shell, or a command."
     ),
-    data: Path = typer.Option(None, "--data", help="Rows to try (.jsonl, .csv, .parquet).", show_default=False),
+    data: Path = typer.Option(
+        None, "--data", help="Rows to try (.jsonl, .csv, .parquet, task directories).", show_default=False
+    ),
     num_rows: int = typer.Option(3, "--rows", min=1, help="Number of rows to try."),
     option: list[str] = typer.Option(
-        [], "--option", metavar="NAME=VALUE", help="An entry of env.options, for a bridge (repeat)."
+        [], "--option", metavar="NAME=VALUE", help="An entry of env.options, for a bridge or shell (repeat)."
     ),
     timeout_s: float = typer.Option(20.0, "--timeout", help="Longest time of an episode, in seconds."),
     as_json: bool = typer.Option(False, "--json", help="Print the findings as JSON."),

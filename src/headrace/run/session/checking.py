@@ -37,6 +37,7 @@ from headrace.launch.trial import trial_pool
 from headrace.rollout.environments.blocking import blocking_calls
 from headrace.rollout.environments.bridges import BRIDGES, find_bridge
 from headrace.rollout.environments.program import exposed_here, refuse_missing_script, with_absolute_files
+from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
 from headrace.rollout.environments.scripted import SCRIPTS, Script, ScriptedEpisode, has_right_answer
 from headrace.rollout.scoring.fit import imported_signatures
 from headrace.run.observe.words import plural
@@ -181,9 +182,9 @@ def check_env(
 ) -> EnvReport:
     """Run the user's code on some rows against scripted models, and report every property that a run needs.
 
-    ``reference`` is ``file.py:Name`` (an ``Env``, a rollout or a reward function), the command of a program, or
-    ``LIBRARY/WHAT`` of a bridge, to which ``options`` are given. A bridge without ``rows`` is tried on the first
-    :data:`NUM_TASKS` tasks that it generates.
+    ``reference`` is ``file.py:Name`` (an ``Env``, a rollout or a reward function), the command of a program, or, with
+    ``options``, ``LIBRARY/WHAT`` of a bridge or the name of an installed package's environment. A bridge without
+    ``rows`` is tried on the first :data:`NUM_TASKS` tasks that it generates.
 
     Every row is tried with every script, and some episodes are repeated with the same seed. An episode may take
     ``timeout_s`` seconds. ``on_progress`` is called with a line about the progress of the check.
@@ -192,10 +193,9 @@ def check_env(
     cannot start.
     """
     kind, entry, tree = kind_of(reference)
-    if options and kind != "bridge":
-        raise ConfigError(
-            f"{reference}: options {sorted(options)} have no effect, it is not a bridge", remedy="leave --option out"
-        )
+    if options and kind != "bridge" and kind not in ENVIRONMENTS:
+        text = f"{reference}: options {sorted(options)} have no effect, it is not a bridge"
+        raise ConfigError(text, remedy="leave --option out")
     blocking = [] if tree is None else blocking_calls(tree, entry.rpartition(":")[2])
     numbered = [{"number": number} for number in range(NUM_TASKS)]
     tried = list(rows) or (numbered if kind == "bridge" else [{}])
@@ -531,8 +531,7 @@ _COMPLETIONS = frozenset({"completion", "completions", "completion_ids"})
 
 
 def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
-    """Return the kind of ``reference``, the reference with an absolute path, and the syntax tree of its file (``None``
-    for a program or a bridge).
+    """Return the kind of ``reference``, itself with an absolute path, and the syntax tree of the user's file, if any.
 
     Raises :class:`~headrace.base.errors.ConfigError` where the name is neither a class, a function nor a reward.
     """
@@ -540,11 +539,12 @@ def kind_of(reference: str) -> tuple[str, str, ast.Module | None]:
     if library in BRIDGES and what and (BRIDGES.load(library).names_file or ".py:" not in what):
         find_bridge(reference)
         return "bridge", _with_full_path(library, what), None
+    if reference in ENVIRONMENTS and reference not in BUILT_IN:
+        return reference, "", None
     if reference.endswith(".py") and " " not in reference and not os.access(reference, os.X_OK):
-        raise ConfigError(
-            f"{reference} names no function or class, and is no program that can be started",
-            remedy=f"write {reference}:NAME for what the file defines, or 'python {reference}' for a program",
-        )
+        text = f"{reference} names no function or class, and is no program that can be started"
+        remedy = f"write {reference}:NAME for what the file defines, or 'python {reference}' for a program"
+        raise ConfigError(text, remedy=remedy)
     if ".py:" not in reference:
         return "program", _with_absolute_command(reference), None
     path, name = find_in_file(reference, "the environment")

@@ -87,8 +87,8 @@ class TaskDirectory:
 
 def read_tasks(path: Path) -> list[Row]:
     """Return a row for each task directory in ``path``, or for ``path`` itself: its instruction as ``prompt``, its name
-    as ``task``, its ``directory``. A task that cannot be read has the reason as ``problem``; its episodes fail by name.
-    """
+    as ``task``, its ``directory``, and as ``solution`` the answer that would solve it, which no model reads; empty if
+    it has none. A task that cannot be read has the reason as ``problem``; its episodes fail by name."""
     rows: list[Row] = []
     for directory in sorted(_task_directories(path, DEPTH)):
         row: Row = {
@@ -99,10 +99,19 @@ def read_tasks(path: Path) -> list[Row]:
         }
         try:
             row["prompt"] = open_task(directory).instruction
+            row["solution"] = _solution(directory)
         except DataError as error:
             row["problem"] = str(error)
         rows.append(row)
     return rows
+
+
+def _solution(directory: Path) -> str:
+    """Return the commands that solve a task, in the form of an answer."""
+    for name in ("solution/solve.sh", "solution.sh"):
+        if (directory / name).is_file():
+            return f"```bash\n{(directory / name).read_text(encoding='utf-8').strip()}\n```"
+    return ""
 
 
 def _task_directories(path: Path, depth: int) -> list[Path]:
