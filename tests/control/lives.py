@@ -15,11 +15,14 @@ from headrace.base.clock import run_virtual
 from headrace.base.types.batch import Batch
 from headrace.base.types.observation import Event, StepRecord
 from headrace.base.types.task import Task
+from headrace.base.types.tokens import IntColumn
 from headrace.base.types.trace import Span
 from headrace.control import Components, Controller, ControlSettings, RunSection, Summary
 from headrace.control.observer import Observers
 from headrace.control.recovery import starting_point
 from headrace.control.saving import CHECKPOINTS
+from headrace.engine import SiblingRequest
+from headrace.engine.base import OnSiblingChunks
 from headrace.flow import FlowConfig
 from headrace.flow.ledger import InlineWriter, SqliteLedger
 from headrace.learner import checkpoint
@@ -83,6 +86,21 @@ class Plan:
         return SqliteLedger(
             self.run_dir / "ledger.sqlite", group_size=config.group_size, groups_per_step=config.groups_per_step
         )
+
+
+class SiblingEngine(FakeEngine):
+    """A fake engine that samples the answers of a group in one call, as engines of processes do."""
+
+    async def generate_siblings(
+        self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
+    ) -> None:
+        async def one(index: int, sibling: SiblingRequest) -> None:
+            async for chunk in self.generate(prompt_ids_T, sibling.sampling, sibling.options):
+                await on_chunks([(index, chunk)])
+
+        async with asyncio.TaskGroup() as group:
+            for index, sibling in enumerate(siblings):
+                group.create_task(one(index, sibling))
 
 
 @dataclass(kw_only=True)

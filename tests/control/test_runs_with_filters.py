@@ -29,7 +29,7 @@ from headrace.rollout.environments.data import RowOrder
 from headrace.rollout.scoring import Scores
 from headrace.run.session.running import first_cause
 from headrace.testing import FakeEngine, FakeScorer, lognormal_lengths
-from tests.control.lives import Life, Plan, Seen, cause_of, groups_of, live
+from tests.control.lives import Life, Plan, Seen, SiblingEngine, cause_of, groups_of, live
 from tests.control.test_crash_and_resume import check_books, lives
 
 
@@ -170,7 +170,7 @@ def test_every_group_that_is_trained_passes_the_filter_and_no_other_is_dropped_f
         ledger.close()
 
 
-class Watched(FakeEngine):
+class Watched(SiblingEngine):
     """Remembers how many sequences it had at most, and how many left early."""
 
     withdrawn = 0

@@ -127,7 +127,7 @@ def test_new_adapters_have_the_bits_that_one_process_draws(two: Found) -> None:
 
 
 def losses(directory: Path, snapshot: str) -> list[float]:
-    """Those of steps 2 and 3, by one process that continues from a snapshot of ranks."""
+    """The figures of steps 2 and 3, from one process that continues from a snapshot of ranks."""
     policy = ADAPTED["policy"]
     learner = learner_of(directory, policy, {"rank": 4, "adapter": str(directory / snapshot)})
     learner.restore(directory / snapshot)

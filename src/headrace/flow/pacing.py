@@ -87,7 +87,7 @@ class SynchronousTime:
     and for the commit of the weights before. Where groups share a busy engine, each of them counts as long as it took
     beside the others."""
     least_s: float
-    """Those seconds if the batch had needed the engine only after the earlier batches had ended."""
+    """The seconds of the step if the batch had needed the engine only after the earlier batches had ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from headrace.wings.supervised.config import load_tuning
 from headrace.wings.supervised.learner import VERBS, open_learner
 
 TINY = 1e-12
-"""In place of the largest number of a gradient of zeros, as of A where B is 0."""
+"""The scale of a gradient that is zero everywhere, such as that of A while B is 0."""
 LAYOUTS: tuple[dict[str, int], ...] = ({"data": 2}, {"replicate": 2}, {"tensor": 2}, {"context": 2})
 
 

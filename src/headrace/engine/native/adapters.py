@@ -32,7 +32,7 @@ class PassRows:
     counts_R: Index
     """The number of tokens of each row in the pass, one row after the other."""
     num_logits_R: Index
-    """Of how many of each row's last tokens the logits are computed; 0 where its context is not complete."""
+    """The number of each row's last tokens whose logits are computed; 0 for a row whose context is not complete."""
 
 
 class EngineAdapters(Protocol):

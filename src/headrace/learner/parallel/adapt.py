@@ -173,7 +173,7 @@ class _SumForward(torch.autograd.Function):
 
 
 class _SumBackward(torch.autograd.Function):
-    """The same numbers for ranks that compute different parts from them, whose gradients are summed."""
+    """A tensor from which ranks compute different parts of a result; the gradients of the ranks are summed."""
 
     @staticmethod
     def forward(ctx: Any, same: Tensor, group: dist.ProcessGroup) -> Tensor:
