@@ -151,7 +151,7 @@ class Conversations:
                 failed=any(message.failed for message in new),
             )
             parent = self._history.add_given(turn, parent, new, tools)
-        return await self._answer(parent, options, calls=len(tools) > 0, on_piece=on_piece)
+        return await self._answer(parent, self._history.ids(parent), options, calls=len(tools) > 0, on_piece=on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
         """Return the model's answer to these tokens; see :class:`~headrace.rollout.environments.base.OpenEpisode`."""
@@ -168,7 +168,7 @@ class Conversations:
                 parent=None if parent is None else parent.turn,
             )
             parent = self._history.add_given(turn, parent, None)
-        return await self._answer(parent, options, calls=False)
+        return await self._answer(parent, ids_T, options)
 
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return how many tokens the model would read for these messages. Nothing is sampled or stored."""
@@ -176,7 +176,7 @@ class Conversations:
         new = 0
         if prefix.node is None or prefix.node.sampled:
             new = len(await self._rendered(prefix.node, messages[prefix.length :], tools))
-        return new + sum(map(len, self._history.path_ids(prefix.node)))
+        return new + (0 if prefix.node is None else prefix.node.length)
 
     def spell(self, token: int) -> str:
         """Return the text of a token, special tokens included; empty without a chat, which has the tokenizer."""
@@ -204,12 +204,18 @@ class Conversations:
         return render() if length < LONG_CHARS else await off_loop(render)
 
     async def _answer(
-        self, parent: HistoryNode, options: ChatOptions, *, calls: bool, on_piece: OnPiece | None = None
+        self,
+        parent: HistoryNode,
+        prompt_ids_T: IntColumn,
+        options: ChatOptions,
+        *,
+        calls: bool = False,
+        on_piece: OnPiece | None = None,
     ) -> Reply:
-        """Sample a turn after ``parent``, and return it as a reply. ``calls`` says whether tools were offered, so that
-        calls are looked for in the answer; ``on_piece`` is called with its pieces meanwhile."""
+        """Sample a turn after ``parent``, and return it as a reply. ``prompt_ids_T`` are the tokens up to the end of
+        ``parent``. ``calls`` says whether tools were offered, so that calls are looked for in the answer; ``on_piece``
+        is called with its pieces meanwhile."""
         self._refuse_spent(parent, 0)
-        prompt_ids_T = np.concatenate(list(self._history.path_ids(parent)))
         sampling = self._sampling(options, len(prompt_ids_T))
         opened = self._chat is not None and self._chat.opens_thought(prompt_ids_T)
         reading = Reading(stop=options.stop, calls=calls, opened=opened)
@@ -283,7 +289,7 @@ class Conversations:
         """Raise :class:`BudgetSpent` if a budget of the episode leaves nothing to sample after the path up to ``at``
         and ``num_new`` further tokens."""
         limits = self._limits
-        length = num_new + sum(map(len, self._history.path_ids(at)))
+        length = num_new + (0 if at is None else at.length)
         calls = None if limits.max_tool_calls is None else limits.max_tool_calls + 1
         budgets = (
             ("max_turns", self._num_turns, limits.max_turns, "env.max_turns"),

@@ -374,9 +374,9 @@ class Fleet:
         :class:`~headrace.base.errors.SequenceFailed` for a request that is bound to weights or to an engine that no
         serving engine has any more.
         """
-        route = routed.route_request(
-            "" if parent_engine is None else parent_engine.name, only_engine=len(self._members) == 1
-        )
+        # the keys of a long prompt cost as much as the rest of its way, and its session's engine has its beginning
+        by_prefix = len(self._members) > 1 and not self._router.has_session(routed.options.session)
+        route = routed.route_request("" if parent_engine is None else parent_engine.name, by_prefix=by_prefix)
         while (name := self._router.assign(routed.number, route, routed.avoid)) is None:
             if self._router.serves and not routed.avoid:
                 raise routed.pinned_error()

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -106,18 +107,12 @@ def total(present: Iterable[EngineStats], gone: EngineStats, *, version: int, si
     >>> sums.version, sums.busy_s, sums.running, sums.steps
     (4, 1.5, 3, 6)
     """
-    sums = {
-        name: 0 if name in GAUGES else value
-        for name, value in msgspec.structs.asdict(gone).items()
-        if name != "version"
-    }  # fmt: skip
-    for each in present:
-        for name, value in msgspec.structs.asdict(each).items():
-            if name in sums:
-                sums[name] += value
+    kept = msgspec.structs.replace(gone, **dict.fromkeys(GAUGES, 0))
+    columns = zip(*map(msgspec.structs.astuple, [kept, *present]), strict=True)
+    sums: dict[str, Any] = dict(zip(EngineStats.__struct_fields__, map(sum, columns), strict=True))
     sums["busy_s"] /= size
     sums["prefill_s"] /= size
-    return EngineStats(version=version, **sums)
+    return EngineStats(**{**sums, "version": version})
 
 
 def combined(version: int, mode: Interrupt, reports: Iterable[SwapReport]) -> SwapReport:

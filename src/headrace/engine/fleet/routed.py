@@ -54,14 +54,14 @@ class RoutedRequest:
     _deaths_without_token: int = 0
     """The number of engines that died with it since its last token."""
 
-    def route_request(self, only: str = "", *, only_engine: bool = False) -> RouteRequest:
+    def route_request(self, only: str = "", *, by_prefix: bool = True) -> RouteRequest:
         """Return the constraints and preferences for routing it. ``only`` names the one engine that can serve it
-        (empty: any); ``only_engine`` says that the fleet has only one engine, so that prefixes do not matter. A pinned
-        request that has tokens needs an engine with the version of its tokens."""
+        (empty: any); ``by_prefix`` says whether the engine that has computed the beginning of its prompt is preferred.
+        A pinned request that has tokens needs an engine with the version of its tokens."""
         is_pinned = self.options.pinned and self._version != NOT_SAMPLED
         return RouteRequest(
             session=self.options.session,
-            prefixes=() if only_engine else prefix_keys(self.prompt_ids_T),
+            prefixes=prefix_keys(self.prompt_ids_T) if by_prefix else (),
             only=only,
             version=self._version if is_pinned else None,
         )

@@ -15,8 +15,9 @@ request; a *session* is a name that related requests share; a prompt is known by
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TypeVar
@@ -29,6 +30,8 @@ from headrace.base.types.versions import NOT_SAMPLED
 
 K = TypeVar("K")
 V = TypeVar("V")
+Rank = tuple[int, int, int, str]
+"""The rank of an engine: its load, the numbers of its latest assignment and of its joining, and its name."""
 
 LOAD_MARGIN = 8
 """The number of sequences that an engine may have more than the least loaded one and still be preferred for its
@@ -77,6 +80,8 @@ class EngineLoad:
     """The router's record of one engine."""
 
     name: str
+    joined: int
+    """The number of its joining, which breaks ties between engines that have no sequence yet."""
     state: EngineState = EngineState.JOINING
     version: int = NOT_SAMPLED
     """The version that it uses."""
@@ -90,6 +95,12 @@ class EngineLoad:
         """The number of sequences that it serves."""
         return len(self.sequences)
 
+    @property
+    def rank(self) -> Rank:
+        """The key by which engines are ordered: the least loaded first; of those with the same load, the one whose
+        latest assignment is the oldest."""
+        return len(self.sequences), self.last_choice, self.joined, self.name
+
 
 class Router:
     """The router of a fleet: the record of the engines and of the sequences that each serves, and the choice of an
@@ -99,10 +110,11 @@ class Router:
         """Make a router without engines. It remembers for each sequence its engine, and for sessions and prefixes of
         prompts the engine that served them last."""
         self._engines: dict[str, EngineLoad] = {}
+        self._ranks: list[Rank] = []  # of all engines, ascending
         self._assigned: dict[int, EngineLoad] = {}
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._prefixes: OrderedDict[int, tuple[str, int]] = OrderedDict()
-        self._choices = count(1)
+        self._choices, self._joins = count(1), count()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -123,6 +135,10 @@ class Router:
         engine = self._assigned.get(sequence)
         return None if engine is None else engine.name
 
+    def has_session(self, session: str) -> bool:
+        """Return whether the engine that served ``session`` last is still present."""
+        return self._sessions.get(session, "") in self._engines
+
     @property
     def serves(self) -> bool:
         """Whether any engine can be given a sequence."""
@@ -132,12 +148,15 @@ class Router:
         """Add an engine. It serves once it has weights."""
         if name in self._engines:
             raise ValueError(f"{name} is there already")
-        self._engines[name] = EngineLoad(name=name)
+        engine = self._engines[name] = EngineLoad(name=name, joined=next(self._joins))
+        insort(self._ranks, engine.rank)
 
     def leave(self, name: str) -> tuple[int, ...]:
         """Remove an engine. Return the sequences that it served, in the order of their assignment; they have no engine
         now."""
-        unassigned = tuple(self._engines.pop(name).sequences)
+        engine = self._engines.pop(name)
+        self._remove_rank(engine)
+        unassigned = tuple(engine.sequences)
         for sequence in unassigned:
             del self._assigned[sequence]
         return unassigned
@@ -173,12 +192,15 @@ class Router:
         assigned already."""
         if sequence in self._assigned:
             raise ValueError(f"sequence {sequence} has a place already")
-        able = [engine for engine in self._engines.values() if _able(engine, request) and engine.name not in avoid]
-        choice = self._choose(request, [engine for engine in able if engine.state is EngineState.SERVING] or able)
-        if choice is None:
+        least = self._least_loaded(request, avoid)
+        if least is None:
             return None
+        known = self._known(request, avoid, least.state)
+        choice = known if known is not None and known.load <= allowed_load(least.load) else least
+        self._remove_rank(choice)
         choice.last_choice = next(self._choices)
         choice.sequences[sequence] = None
+        insort(self._ranks, choice.rank)
         self._assigned[sequence] = choice
         self._remember(request, choice)
         return choice.name
@@ -187,27 +209,52 @@ class Router:
         """Remove the assignment of ``sequence``, if it has one."""
         engine = self._assigned.pop(sequence, None)
         if engine is not None:
+            self._remove_rank(engine)
             del engine.sequences[sequence]
+            insort(self._ranks, engine.rank)
 
-    def _choose(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
-        """Choose one of the engines ``able``, which meet the constraints: the one that has the request's session or
-        prefix in its cache, unless it has much more load than the least loaded one, else that one; ``None`` if ``able``
-        is empty."""
-        if not able:
-            return None
-        least = min(able, key=lambda engine: (engine.load, engine.last_choice))
-        known = self._known(request, able)
-        return known if known is not None and known.load <= allowed_load(least.load) else least
+    def _remove_rank(self, engine: EngineLoad) -> None:
+        """Remove an engine from the order; its load may be changed then."""
+        del self._ranks[bisect_left(self._ranks, engine.rank)]
 
-    def _known(self, request: RouteRequest, able: list[EngineLoad]) -> EngineLoad | None:
-        """Return the one of ``able`` that served the request's session before, or else that has computed the longest
-        beginning of its prompt with the weights that it still uses; ``None`` if there is none."""
-        by_name = {engine.name: engine for engine in able}
-        if request.session and (before := by_name.get(self._sessions.get(request.session, ""))) is not None:
+    def _least_loaded(self, request: RouteRequest, avoid: Collection[str]) -> EngineLoad | None:
+        """Return the least loaded engine that can serve the request and is not in ``avoid``: one that serves, else one
+        that is held; ``None`` if there is none."""
+        held = None
+        for engine in self._candidates(request):
+            if not _able(engine, request) or engine.name in avoid:
+                continue
+            if engine.state is EngineState.SERVING:
+                return engine
+            held = held or engine
+        return held
+
+    def _candidates(self, request: RouteRequest) -> Iterator[EngineLoad]:
+        """Yield the one engine that the request needs, if it is there; the least loaded first if it may be any."""
+        if request.only:
+            if request.only in self._engines:
+                yield self._engines[request.only]
+            return
+        for *_, name in self._ranks:
+            yield self._engines[name]
+
+    def _known(self, request: RouteRequest, avoid: Collection[str], state: EngineState) -> EngineLoad | None:
+        """Return the engine that served the request's session before, or else the one that has computed the longest
+        beginning of its prompt with the weights that it still uses; ``None`` if there is none that can serve the
+        request, is in ``state`` and is not in ``avoid``."""
+
+        def usable(name: str) -> EngineLoad | None:
+            """Return the engine ``name`` if it may be chosen, else ``None``."""
+            engine = self._engines.get(name)
+            if engine is None or engine.state is not state or name in avoid or not _able(engine, request):
+                return None
+            return engine
+
+        if request.session and (before := usable(self._sessions.get(request.session, ""))) is not None:
             return before
         for key in reversed(request.prefixes):
             name, version = self._prefixes.get(key, ("", NOT_SAMPLED))
-            engine = by_name.get(name)
+            engine = usable(name)
             if engine is not None and engine.version == version:
                 return engine
         return None

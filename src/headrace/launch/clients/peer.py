@@ -95,7 +95,7 @@ class Peer:
         the stall watchdog limits it."""
         try:
             async with TimeLimit(deadline_s, held=lambda: bool(self.halted) and self.waits_while_halted):
-                await asyncio.wait([future])
+                return await future
         except TimeoutError:
             raise DeadlineError(
                 f"{self.name} has not answered for {deadline_s:g} s: {what}",
@@ -103,7 +103,6 @@ class Peer:
             ) from None
         finally:
             future.cancel()
-        return future.result()
 
     async def wait_until_ready(self, dying: asyncio.Future[str], deadline_s: float, hint: str) -> bool:
         """Wait until the process is ready, or until ``dying`` is done because it has died; return whether it is ready.
