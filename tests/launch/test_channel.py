@@ -97,6 +97,25 @@ def test_orders_and_reports_arrive_in_order_and_whole() -> None:
     asyncio.run(main())
 
 
+def test_a_flood_of_reports_is_received_in_pieces_between_which_other_tasks_run() -> None:
+    turns = []
+
+    async def main() -> None:
+        async with line() as ends:
+            for call in range(3 * channel.MAX_AT_ONCE):
+                ends.theirs.send(Staged(call=call, version=0, seconds=0.0))
+            calls: list[int] = []
+            while len(calls) < 3 * channel.MAX_AT_ONCE:
+                asyncio.get_running_loop().call_soon(turns.append, len(calls))
+                messages = await ends.ours.receive()
+                assert len(messages) <= channel.MAX_AT_ONCE
+                assert turns[-1] == len(calls), "another task has run before"
+                calls += [message.call for message in messages]
+            assert calls == list(range(3 * channel.MAX_AT_ONCE))
+
+    asyncio.run(main())
+
+
 def test_an_answer_reaches_who_asked_and_one_that_nobody_waits_for_any_more_is_let_go() -> None:
     async def main() -> None:
         async with line() as at, asyncio.TaskGroup() as group:
