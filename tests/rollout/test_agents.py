@@ -27,6 +27,7 @@ from headrace.rollout import EpisodeRunner
 from headrace.rollout.agents import FROZEN_AGENT, Agents
 from headrace.rollout.conversations import TurnRequest
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
+from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import EnginePolicy
 from tests.rollout.models import conversations
 from tests.rollout.test_conversations import MOVES, moved
@@ -279,7 +280,9 @@ def test_what_one_agent_had_begun_after_a_prompt_another_does_not_go_on_with() -
             on_tokens=lambda _: None, begun=begun, agents=Agents(adapters=("proposer", "solver")),
         )  # fmt: skip
         prompt = np.array([5], np.int32)
-        wanted = TurnRequest(prompt_ids_T=prompt, parent=0, author=agent, sampling=policy.sampling)
+        wanted = TurnRequest(
+            prompt_ids_T=prompt, digest=prompt_digest(prompt), parent=0, author=agent, sampling=policy.sampling
+        )
         run_virtual(policy.sample(wanted))
         return engine, policy
 

@@ -20,6 +20,7 @@ from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode, SingleTurn
+from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
 
@@ -92,6 +93,20 @@ def test_every_turn_of_an_episode_has_a_seed_of_its_own() -> None:
     engine = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP))
     run(engine, TwoTurns())
     assert [sampling.seed for _, sampling in engine.asked] == [episode_seed(3, EpisodeKey(2, 1), t) for t in (0, 1)]
+
+
+def test_tokens_are_recorded_with_the_digest_of_all_that_was_read_before_them() -> None:
+    class Branches(SingleTurn):
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
+            for prompt in ([5, 6], [5, 6, 7], [5, 6, 7, 1, 2], [5, 6, 7, 1, 3], [9], [5, 6, 7, 1, 2]):
+                await episode.sample(np.array(prompt, np.int32))
+            return AttemptOutcome()
+
+    engine, parts = Scripted(chunk(7, version=0, stop_reason=StopReason.STOP)), []
+    run(engine, Branches(), on_part=parts.append)
+    assert len(parts) == 6
+    assert [part.prompt for part in parts] == [prompt_digest(np.array(ids)) for ids, _ in engine.asked]
+    assert prompt_digest(np.array([5, 6])) == "554c809660e4af1a", "as in ledgers that exist"
 
 
 def test_seeds_of_a_run_differ_and_never_change() -> None:

@@ -58,6 +58,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt_ids_T: IntColumn
     """All tokens that the model reads before it."""
+    digest: str
+    """Their digest, as :func:`~headrace.rollout.history.prompt_digest` returns it."""
     parent: int
     """The index of the turn that it continues."""
     author: str
@@ -225,6 +227,7 @@ class Conversations:
         is_usual = _distribution_key(sampling) == _distribution_key(self._sampler.sampling)
         request = TurnRequest(
             prompt_ids_T=prompt_ids_T,
+            digest=parent.hashed.hexdigest(),
             parent=parent.turn,
             author=options.agent,
             sampling=sampling,

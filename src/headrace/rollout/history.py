@@ -6,6 +6,7 @@ root (given: system, user) ── answer ──┬── given: tool ── answ
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,9 @@ class HistoryNode:
     """Whether the model sampled it; otherwise it was given by the task, the user or a tool."""
     length: int
     """The number of tokens from the root up to the end of this turn."""
+    hashed: hashlib.blake2b
+    """The hash of these tokens, of which :func:`prompt_digest` is the digest. A turn's own tokens are all that it costs
+    to go on from the hash of its parent."""
     children: list[HistoryNode] = field(default_factory=list)
     """The turns that continue it."""
 
@@ -90,8 +94,12 @@ class History:
         self, turn: int, parent: HistoryNode | None, messages: tuple[Message, ...] | None, *, sampled: bool
     ) -> HistoryNode:
         """Return a new node for the turn with the index ``turn``, which is not yet among the children of ``parent``."""
-        length = len(self.turns[turn].tokens) + (0 if parent is None else parent.length)
-        return HistoryNode(turn=turn, parent=parent, messages=messages, sampled=sampled, length=length)
+        ids_T = self.turns[turn].tokens.ids_T
+        hashed = _hash(ids_T, None if parent is None else parent.hashed)
+        length = len(ids_T) + (0 if parent is None else parent.length)
+        return HistoryNode(
+            turn=turn, parent=parent, messages=messages, sampled=sampled, length=length, hashed=hashed
+        )  # fmt: skip
 
     def find_messages(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str = POLICY) -> HeldPrefix:
         """Return the longest path whose messages begin this list, and that began with the same tools.
@@ -137,6 +145,18 @@ class History:
     def ids(self, node: HistoryNode) -> IntColumn:
         """Return the token ids of all turns from the root up to ``node``, one after the other."""
         return np.concatenate([self.turns[index].tokens.ids_T for index in node.path()])
+
+
+def prompt_digest(prompt_ids_T: IntColumn) -> str:
+    """Return a digest of a prompt, in hexadecimal, by which the tokens that were sampled after it are found again."""
+    return _hash(prompt_ids_T).hexdigest()
+
+
+def _hash(ids_T: IntColumn, before: hashlib.blake2b | None = None) -> hashlib.blake2b:
+    """Return the hash of ``ids_T``, after the tokens of the hash ``before``, if there are any."""
+    hashed = hashlib.blake2b(digest_size=8) if before is None else before.copy()
+    hashed.update(np.ascontiguousarray(ids_T, np.int32).data)
+    return hashed
 
 
 def canonical(message: Message) -> Message:

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
 
 from headrace.base.clock import TimeLimit, being_cancelled
 from headrace.base.errors import EpisodeError, HeadraceError, RequestError
@@ -47,11 +46,6 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
     """
     digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.place}/{turn}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def prompt_digest(prompt_ids_T: IntColumn) -> str:
-    """Return a digest of a prompt, in hexadecimal, by which the tokens that were sampled after it are found again."""
-    return hashlib.blake2b(np.ascontiguousarray(prompt_ids_T, np.int32).tobytes(), digest_size=8).hexdigest()
 
 
 def session_of(run_seed: int, key: EpisodeKey) -> str:
@@ -177,7 +171,7 @@ class EnginePolicy:
             other += f"{request.sampling.temperature}/{request.sampling.top_p}/{request.sampling.top_k}"
         if request.untrained == FROZEN_AGENT or self.agents.adapter(request.author):
             other += f"/{request.author}"
-        return prompt_digest(request.prompt_ids_T) + other
+        return request.digest + other
 
     def _number(self, prompt: str) -> int:
         """Return the number of the next turn among the sampled ones: that of a recorded turn with the same digest

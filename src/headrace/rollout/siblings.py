@@ -17,12 +17,12 @@ from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import RequestOptions, SiblingRequest, SiblingSource
 from headrace.rollout.agents import Agents
 from headrace.rollout.environments.base import SingleTurn
+from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import (
     CUT_OFF,
     EpisodeRunner,
     cause_of_refusal,
     episode_seed,
-    prompt_digest,
     session_of,
     timeout_cause,
 )

@@ -19,17 +19,17 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, re
 Spec = dict[str, Any]
 CASES: dict[str, tuple[Spec, str, float]] = {
     "answers of 4 tokens": (
-        {"groups": 1024, "group_size": 4, "tokens": 4, "turns": 1, "given": 0, "episodes": 65_536},
+        {"groups": 1024, "group_size": 4, "tokens": 4, "turns": 1, "given": 0, "episodes": 81_920},
         "episodes_s",
         6000.0,
     ),
     "answers of 2,048 tokens": (
-        {"groups": 128, "group_size": 8, "tokens": 2048, "turns": 1, "given": 0, "episodes": 8192},
+        {"groups": 64, "group_size": 8, "tokens": 2048, "turns": 1, "given": 0, "episodes": 8192},
         "tokens_s",
         700_000.0,
     ),
     "agents of 20 turns and 16,000 tokens": (
-        {"groups": 64, "group_size": 4, "tokens": 200, "turns": 20, "given": 600, "episodes": 2048},
+        {"groups": 32, "group_size": 4, "tokens": 200, "turns": 20, "given": 600, "episodes": 2560},
         "tokens_s",
         3_000_000.0,
     ),
