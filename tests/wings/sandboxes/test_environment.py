@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,9 @@ from headrace.rollout.environments.data import load_rows
 from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.registry import ENVIRONMENTS
-from headrace.wings.sandboxes.environment import ShellEnv
-from headrace.wings.sandboxes.world import close_shared_worlds
+from headrace.wings.sandboxes.environment import ShellEnv, ShellSettings
+from headrace.wings.sandboxes.tasks import open_task
+from headrace.wings.sandboxes.world import Worlds, close_shared_worlds
 from tests.wings.sandboxes.task_files import HARBOR, TERMINAL_BENCH, write_task
 
 HERE = {"image": "machine"}
@@ -118,6 +120,35 @@ def test_what_an_agent_leaves_does_not_stand_for_the_tests(
     assert episode.reward == reward
 
 
+@pytest.mark.parametrize(
+    ("cheat", "earns"),
+    [
+        ("export CHEAT=1", 'test -n "$CHEAT"'),
+        ("export BASH_ENV=/app/x; echo CHEAT=1 > /app/x", 'test -n "$CHEAT"'),
+        ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt; chmod 555 /logs/verifier /logs", "false"),
+        ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json", "false"),
+        ("mkdir -p /tests/deep; touch /tests/deep/planted; chmod 000 /tests/deep", "test -e /tests/deep"),
+        ("ln -s /app /tests; touch planted", "test -e /tests/planted"),
+    ],
+)
+def test_tests_find_neither_variables_nor_files_that_the_agent_has_prepared_for_them(
+    runner: asyncio.Runner, tmp_path: Path, cheat: str, earns: str
+) -> None:
+    """These tests write a reward only if they find what the agent has left; what it has left is all that could be
+    read otherwise."""
+    tests = f"#!/bin/bash\n{earns} && echo 1 > /logs/verifier/reward.txt\n"
+    directory = write_task(tmp_path / "task", HARBOR, **{"tests/test.sh": tests})
+    assert attempt(runner, directory, [block(cheat), block("submit")])[0].reward == 0.0
+
+
+def test_tests_begin_in_the_directory_of_the_task_even_if_the_agent_has_taken_it_away(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    tests = "#!/bin/bash\ntest $PWD = /app && echo 1 > /logs/verifier/reward.txt\n"
+    directory = write_task(tmp_path / "task", HARBOR, **{"tests/test.sh": tests})
+    assert attempt(runner, directory, [block("cd /; rm -r /app"), block("submit")])[0].reward == 1.0
+
+
 def test_a_task_of_terminal_bench_is_judged_by_its_pytest(runner: asyncio.Runner, tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", TERMINAL_BENCH)
     assert attempt(runner, directory, [block("echo hello > greeting"), "submit"])[0].reward == 1.0
@@ -143,6 +174,33 @@ def test_episodes_of_one_task_share_its_environment_and_nothing_else(runner: asy
     seen = [attempt(runner, directory, [f"cat made; ls; touch from-{n}", "submit"], action="line")[1][1] for n in "ab"]
     assert seen[0] == seen[1]
     assert "from" not in seen[1]
+
+
+def test_the_environment_that_was_used_longest_ago_is_given_up_and_made_again(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    dockerfile = "FROM x\nWORKDIR /app\nRUN head -c 9 /dev/urandom | base64 > made\n"
+    paths = {n: write_task(tmp_path / n, HARBOR, **{"environment/Dockerfile": dockerfile}) for n in "abc"}
+    order = "abacab"  # two are kept: c takes the place of b, and b that of c
+    say = ["cat made", "submit"]
+    seen = [(n, attempt(runner, paths[n], say, action="line", environments=2)[1][1]) for n in order]
+    made = {n: [text for name, text in seen if name == n] for n in "abc"}
+    assert len(set(made["a"])) == 1
+    assert len(set(made["b"])) == 2
+
+
+def test_an_environment_that_is_given_up_frees_its_files(runner: asyncio.Runner, tmp_path: Path) -> None:
+    async def body() -> None:
+        worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept=2))
+        stores = set()
+        for number in range(5):
+            task = open_task(write_task(tmp_path / str(number), HARBOR))
+            await (await worlds.enter(str(number), task)).stop()
+            stores.add(len(worlds._driver._uses))  # type: ignore[union-attr]
+        assert stores == {1, 2}
+        await worlds.close()
+
+    runner.run(body())
 
 
 def test_long_output_is_cut_in_its_middle(runner: asyncio.Runner, tmp_path: Path) -> None:

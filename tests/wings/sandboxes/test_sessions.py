@@ -115,7 +115,10 @@ def test_a_deadline_spares_what_ran_before_the_command(sandboxes: Sandboxes, ses
 
 def test_processor_time_has_a_limit(sandboxes: Sandboxes) -> None:
     session = sandboxes.start(replace(LIMITS, cpu_s=1))
-    assert sandboxes(session.run("while :; do :; done")).reason is Reason.CPU_TIME
+    spent = sandboxes(session.run("while :; do :; done"))
+    assert spent.reason is Reason.CPU_TIME
+    assert spent.cpu_s >= 0.99  # the kernel ends it as soon as it has had its second
+    assert sandboxes(session.run("sleep 0.01")).cpu_s < 0.9
     sandboxes(session.stop())
 
 
@@ -125,6 +128,18 @@ def test_memory_of_many_processes_counts_together(sandboxes: Sandboxes) -> None:
     sandboxes(session.write({"eat.py": code}))
     done = sandboxes(session.run("for i in 1 2 3 4 5; do python -I eat.py & done; wait"))
     assert done.reason is Reason.MEMORY
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+    sandboxes(session.stop())
+
+
+def test_processes_of_a_session_count_together_and_too_many_are_all_ended(sandboxes: Sandboxes) -> None:
+    session = sandboxes.start(replace(LIMITS, processes=8, wall_s=20.0))
+    sandboxes(session.run("sleep 1000 & sleep 1000 & sleep 1000 &"))
+    assert sandboxes(session.run("sleep 1000 & sleep 1000 & sleep 0.1; echo fine")).stdout == "fine\n"
+    assert sandboxes(session.count_background()) == 5
+    done = sandboxes(session.run("for i in 1 2 3 4 5; do sleep 1000 & done; wait"))
+    assert done.reason is Reason.PROCESSES
+    assert sandboxes(session.count_background()) == 0  # older ones too: nobody knows which of them is one too many
     assert sandboxes(session.run("echo next")).stdout == "next\n"
     sandboxes(session.stop())
 

@@ -157,8 +157,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> float:
     ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
     do not come to a result earn 0."""
     await session.end_background()
-    fresh = SandboxSession.first_variables(session.spec)
-    session.variables = {**fresh, **task.test_variables}
+    session.variables = {**SandboxSession.first_variables(session.spec), **task.test_variables}
     directory = session.directory = task_directory(task)
     taken = "/tests /logs"  # links and closed folders among them
     await session.run(
@@ -171,7 +170,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> float:
         if error.reason != "session_file":
             raise
         return 0.0  # the agent has filled the disk
-    session.directory, session.variables = directory, {**fresh, **task.test_variables}
+    session.directory = directory  # the agent may have taken it away, and the command above has made it again
     done = await session.run(task.test_command, limits=replace(session.spec.limits, wall_s=task.tests_s))
     if task.prints_pytest:
         return _pytest_reward(done)
