@@ -191,8 +191,9 @@ class TwoAnswers:
 
     asks_prompt = True
 
-    def __init__(self, *, differs: bool = False, breaks: bool = False) -> None:
+    def __init__(self, *, differs: bool = False, breaks: bool = False, earns: float | None = None) -> None:
         self._differs, self._breaks, self._attempts = differs, breaks, itertools.count()
+        self._earns = earns
 
     async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
         first = await episode.sample(task.prompt_ids_T)
@@ -201,7 +202,8 @@ class TwoAnswers:
         second = await episode.sample(prompt_T)
         if self._breaks and next(self._attempts) % 3 == 2:
             raise RuntimeError("the tool broke")
-        return AttemptOutcome(reward=float((len(first.token_ids) + len(second.token_ids)) % 2))
+        earned = float((len(first.token_ids) + len(second.token_ids)) % 2)
+        return AttemptOutcome(reward=earned if self._earns is None else self._earns)
 
 
 def test_an_environment_goes_on_behind_a_branch_of_an_earlier_turn(tmp_path: Path) -> None:
@@ -215,6 +217,32 @@ def test_an_environment_goes_on_behind_a_branch_of_an_earlier_turn(tmp_path: Pat
     sampled = sum(e.num_sampled for group in trained for e in group.scored)
     assert life.summary.ledger.tokens.trained == sampled
     assert not metric(life, "branch_env_differs")
+
+
+class SayingTheSame(Forkable):
+    """Answers every prompt of an episode with the same tokens."""
+
+    async def generate(
+        self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
+    ) -> AsyncIterator[TokenChunk]:
+        if options.fork is None and options.answer_ids_T is None:
+            sampling = msgspec.structs.replace(sampling, seed=int(prompt_ids_T[0]))
+        async for chunk in super().generate(prompt_ids_T, sampling, options):
+            yield chunk
+
+
+def test_a_pivot_lies_in_its_own_answer_although_an_earlier_one_says_the_same(tmp_path: Path) -> None:
+    life, trained = run(
+        tmp_path,
+        engine=SayingTheSame,
+        change=lambda parts: replace(parts, env=TwoAnswers(earns=0.0)),
+        flow={"pivots": {"gap": 6, "branches": 3, "per_episode": 8}},
+        steps=2,
+    )
+    assert life.ended
+    assert not metric(life, "branch_env_differs")
+    grown = [one for g in trained for e in g.scored for p in branches(e).values() for one in p.values()]
+    assert {len(turns) for turns in grown} == {1, 3}
 
 
 def test_an_environment_that_does_not_repeat_itself_has_no_branches_there_and_is_told(tmp_path: Path) -> None:

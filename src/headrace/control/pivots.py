@@ -27,6 +27,7 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
+from headrace.rollout.runner import prompt_digest
 
 ScoreAttempts = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
 """A function that scores those of the attempts that have finished."""
@@ -172,9 +173,10 @@ class PivotResampler:
         turns = episode.turns
         answers: list[tuple[int, TokenChunk]] = []
         for index, turn in enumerate(turns):
-            part = next((part for part in sampled if np.array_equal(part.tokens.ids_T, turn.tokens.ids_T)), None)
-            if part is not None and turn.stop_reason is not None and not turn.untrained:
-                answers.append((index, part))
+            if turn.stop_reason is not None and not turn.untrained:
+                before_T = episode.path_tokens(episode.path(index)[:-1]).ids_T
+                part = _part_of(turn, prompt_digest(before_T), sampled)
+                answers += [(index, part)] if part is not None else []
         entropies = [
             np.zeros(len(part.tokens)) if part.tokens.entropies_T is None else part.tokens.entropies_T
             for _, part in answers
@@ -286,3 +288,12 @@ class PivotResampler:
         """Add ``by`` to the metric ``pivots/{name}`` of the next step."""
         if by:
             self._state.metrics.count(f"pivots/{name}", by)
+
+
+def _part_of(turn: Turn, prompt: str, sampled: Sequence[TokenChunk]) -> TokenChunk | None:
+    """Return the chunk that is the sampled ``turn``, whose prompt has this digest; ``None`` if it is not known. Several
+    turns may have the same tokens, after different prompts."""
+    for part in sampled:
+        if part.prompt.startswith(prompt) and np.array_equal(part.tokens.ids_T, turn.tokens.ids_T):
+            return part
+    return None
