@@ -14,7 +14,7 @@ import pytest
 
 from headrace.algo.config import AlgoConfig
 from headrace.base.errors import RequestError
-from headrace.base.types.episode import EpisodeGraph, Turn
+from headrace.base.types.episode import AttemptKind, EpisodeGraph, Turn
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
@@ -217,6 +217,27 @@ def test_an_environment_goes_on_behind_a_branch_of_an_earlier_turn(tmp_path: Pat
     sampled = sum(e.num_sampled for group in trained for e in group.scored)
     assert life.summary.ledger.tokens.trained == sampled
     assert not metric(life, "branch_env_differs")
+
+
+@pytest.mark.parametrize(
+    ("pivots", "kinds"),
+    [({"gap": 6, "branches": 3}, {AttemptKind.ORIGIN, AttemptKind.BRANCH}), (None, {AttemptKind.ALONE})],
+)
+def test_an_environment_is_told_what_may_branch_and_what_is_a_branch(
+    tmp_path: Path, pivots: dict[str, int] | None, kinds: set[AttemptKind]
+) -> None:
+    told: list[tuple[AttemptKind, int]] = []
+
+    class Told(TwoAnswers):
+        async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
+            told.append((episode.attempt_kind, episode.seed))
+            return await super().run(task, episode)
+
+    life, _ = run(tmp_path, change=lambda parts: replace(parts, env=Told()), flow={"pivots": pivots}, steps=2)
+    assert life.ended
+    assert {kind for kind, _ in told} == kinds
+    seeds = {kind: {seed for each, seed in told if each is kind} for kind in kinds}
+    assert seeds.get(AttemptKind.BRANCH, set()) <= seeds.get(AttemptKind.ORIGIN, set())
 
 
 class SayingTheSame(Forkable):

@@ -17,7 +17,15 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
+from headrace.base.types.episode import (
+    AttemptKind,
+    Branch,
+    EpisodeGraph,
+    EpisodeKey,
+    EpisodeStatus,
+    TokenChunk,
+    Turn,
+)
 from headrace.base.types.group import GroupState
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
@@ -223,6 +231,7 @@ class PivotResampler:
             chat=parts.chat,
             limits=parts.limits,
             timeout_s=parts.episode_timeout_s,
+            attempt_kind=AttemptKind.BRANCH,
         )
         attempt = await runner.run(episode.key, task, begun=point.begun)
         attempt.key = own

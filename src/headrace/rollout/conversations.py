@@ -21,7 +21,7 @@ import numpy as np
 from headrace.base.clock import off_loop
 from headrace.base.errors import BudgetSpent, EpisodeError
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
-from headrace.base.types.episode import EpisodeKey, TokenChunk, Turn
+from headrace.base.types.episode import AttemptKind, EpisodeKey, TokenChunk, Turn
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.rollout.chat import Chat, ReadAnswer, Reading
@@ -101,12 +101,20 @@ class Conversations:
     """
 
     def __init__(
-        self, sampler: TurnSampler, limits: EpisodeLimits, *, chat: Chat | None, seed: int, note: Callable[[str], None]
+        self,
+        sampler: TurnSampler,
+        limits: EpisodeLimits,
+        *,
+        chat: Chat | None,
+        seed: int,
+        note: Callable[[str], None],
+        attempt_kind: AttemptKind = AttemptKind.ALONE,
     ) -> None:
         """Begin an episode without turns. ``sampler`` samples its turns, within the budgets ``limits``; ``chat`` is
         ``None`` for a model that reads token ids only."""
         self.key = sampler.key
         self.seed = seed
+        self.attempt_kind = attempt_kind
         self._sampler = sampler
         self._limits = limits
         self._chat = chat

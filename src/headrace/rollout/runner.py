@@ -17,7 +17,15 @@ import msgspec
 
 from headrace.base.clock import TimeLimit, being_cancelled
 from headrace.base.errors import EpisodeError, HeadraceError, RequestError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk, Turn
+from headrace.base.types.episode import (
+    AttemptKind,
+    EpisodeGraph,
+    EpisodeKey,
+    EpisodeStatus,
+    StopReason,
+    TokenChunk,
+    Turn,
+)
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import NO_TOKENS, IntColumn, Tokens
@@ -250,6 +258,8 @@ class EpisodeRunner:
     """How often an episode is attempted again after its environment has failed."""
     sampling_turn: Callable[[], AbstractContextManager[None]] = nullcontext
     """A context that is entered while a turn of an episode is sampled."""
+    attempt_kind: AttemptKind = AttemptKind.ALONE
+    """Whether branches may leave the episodes, or they are branches."""
 
     async def run(
         self, key: EpisodeKey, task: Task, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
@@ -289,7 +299,9 @@ class EpisodeRunner:
         returned episode; only errors of the run itself and cancellation are raised."""
         episode = EpisodeGraph(key=policy.key, status=EpisodeStatus.FAILED)
         seed = episode_seed(self.run_seed, policy.key, _OWN_DRAWS)
-        conversations = Conversations(policy, self.limits, chat=self.chat, seed=seed, note=self.note)
+        conversations = Conversations(
+            policy, self.limits, chat=self.chat, seed=seed, note=self.note, attempt_kind=self.attempt_kind
+        )
         limit = TimeLimit(self.timeout_s)
         withdrawal.attach(limit.scope)
         try:

@@ -13,7 +13,7 @@ import pytest
 
 from headrace.base.errors import EpisodeError
 from headrace.base.types.chat import Message, Reply
-from headrace.base.types.episode import EpisodeKey, StopReason
+from headrace.base.types.episode import AttemptKind, EpisodeKey, StopReason
 from headrace.launch.clients.environment import MAX_QUERIES
 from headrace.run.session import train
 from tests.launch.workers import parts_here
@@ -51,6 +51,7 @@ def test_an_episode_may_have_so_many_questions_open_and_no_more(tmp_path: Path) 
 
         seed: int = 0
         key: EpisodeKey = KEY
+        attempt_kind: AttemptKind = AttemptKind.ALONE
         num_asked: int = 0
 
         async def reply(self, *_: object) -> Reply:

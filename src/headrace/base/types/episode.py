@@ -86,6 +86,19 @@ class EpisodeStatus(enum.StrEnum):
         return self in (EpisodeStatus.FAILED, EpisodeStatus.LEFT_OUT, EpisodeStatus.MASKED)
 
 
+class AttemptKind(enum.StrEnum):
+    """The part that an attempt has among the attempts at one episode."""
+
+    ALONE = "alone"
+    """No attempt will begin as this one did."""
+    ORIGIN = "origin"
+    """Branches may leave it when it has ended: attempts with the same task and seed, in which the model gives the same
+    answers up to some token. An environment that can resume its world keeps what that takes."""
+    BRANCH = "branch"
+    """It repeats an ``ORIGIN`` of the same task and seed up to some token, and continues otherwise. An environment may
+    resume the world of that moment, in place of making it again."""
+
+
 def role_of(agent: str) -> str:
     """Return the role of an agent: its name up to a slash. Agents of one role share policy and baseline.
 

@@ -10,7 +10,7 @@ from contextlib import nullcontext, suppress
 import numpy as np
 
 from headrace.base.errors import DataError
-from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
+from headrace.base.types.episode import AttemptKind, EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 from headrace.control.board import LoopContract
@@ -73,6 +73,7 @@ class RolloutLoop:
             timeout_s=state.parts.episode_timeout_s,
             retries=state.parts.episode_retries,
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
+            attempt_kind=AttemptKind.ALONE if state.flow_config.pivots is None else AttemptKind.ORIGIN,
         )
         # episodes that may be withdrawn one by one run one by one
         self._siblings = SiblingRunner.of(self._runner) if state.flow_config.first is None else None

@@ -28,6 +28,7 @@ import msgspec
 
 from headrace.base.clock import being_cancelled
 from headrace.base.errors import BudgetSpent, EpisodeError, RequestError
+from headrace.base.types.episode import AttemptKind
 from headrace.base.types.messages.controller import Alive, EpisodeDone, ModelQuery
 from headrace.base.types.messages.environment import AnswerRefused, Cancel, Replied, RunEpisode
 from headrace.base.types.task import Task
@@ -52,6 +53,8 @@ CHECK_S = 0.5
 """Seconds between two checks whether a worker has sent anything."""
 MAX_QUERIES = 1024
 """Number of model queries of one episode that may wait for an answer."""
+MAX_ORIGINS = 10_000
+"""Number of episodes whose workers are remembered, so that their branches run there too."""
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -195,6 +198,8 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         self._config = config
         self._listening = listening
         self._endpoint: EpisodeEndpoint | None = None
+        self._origins: dict[int, EnvironmentWorker] = {}
+        """The workers that ran the latest episodes from which branches may leave, by the seed of the episode."""
 
     async def keep(self) -> None:
         """Keep the workers running, together with the endpoint through which their programs reach the policy, if the
@@ -211,7 +216,13 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
 
         Raises :class:`~headrace.base.errors.EpisodeError`, with the reason, if the episode failed.
         """
-        order = RunEpisode(call=0, row=task.row, prompt_ids_T=task.prompt_ids_T, seed=episode.seed)
+        order = RunEpisode(
+            call=0,
+            row=task.row,
+            prompt_ids_T=task.prompt_ids_T,
+            seed=episode.seed,
+            attempt_kind=episode.attempt_kind,
+        )
         call = EpisodeCall(order=order, episode=episode)
         done = await self.make(call)
         if isinstance(done, CallLoss):
@@ -238,6 +249,10 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             reward=reward, turn_rewards=done.turn_rewards, agent_rewards=done.agent_rewards, trained=done.trained
         )
 
+    def preferred(self, call: EpisodeCall) -> EnvironmentWorker | None:
+        """Return the worker that ran the origin of a branch, since it may have kept the moments of its world."""
+        return self._origins.get(call.order.seed) if call.order.attempt_kind is AttemptKind.BRANCH else None
+
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> EnvironmentWorker:
         """Return the worker of a new process on the machine of ``group``. The process's messages go to it from now
         on."""
@@ -253,6 +268,10 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         if call.begun:
             call.episode.restart()
         call.begun = worker.served = True
+        if call.order.attempt_kind is AttemptKind.ORIGIN:
+            self._origins[call.order.seed] = worker
+            if len(self._origins) > MAX_ORIGINS:
+                del self._origins[next(iter(self._origins))]
         if self._endpoint is None:
             return await self._in_worker(worker, call, number, call.order)
         async with self._endpoint.session(call.episode) as access:

@@ -402,19 +402,24 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Make a call in a shared worker, and again as long as its worker ends and the policy for suspects lets the
         call stay in shared workers. Return the answer or the loss."""
         while True:
-            found = await self.attempt_in(await self.worker(), call)
+            found = await self.attempt_in(await self.worker(call=call), call)
             again = isinstance(found, CallLoss) and self._suspects.stays(call, found)
             if not again or self._capacity.free < 0:  # a machine has left: the other workers have no capacity for it
                 return found
 
-    async def worker(self, slot: WorkerSlot[W] | None = None) -> W:
+    async def worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
         """Wait until there is a worker that accepts calls, and return it: the worker in ``slot`` or, without a slot,
-        the shared worker with the fewest calls."""
+        the shared worker that ``call`` prefers or, if it prefers none, the one with the fewest calls."""
         while not (
             up := [each.worker for each in (self._slots if slot is None else (slot,)) if each.worker and each.up]
         ):
             await self._arrived.wait()
-        return min(up, key=lambda worker: len(worker.calls))
+        preferred = None if call is None else self.preferred(call)
+        return preferred if preferred in up else min(up, key=lambda worker: len(worker.calls))
+
+    def preferred(self, call: C) -> W | None:
+        """Return the worker in which ``call`` costs the least; ``None`` if they are all alike. It may have ended."""
+        return None
 
     async def attempt_in(self, worker: W, call: C) -> A | CallLoss:
         """Make a call in ``worker`` once; return the answer, or the reason why it was lost. A death of the worker is

@@ -110,7 +110,11 @@ class _RequestDispatcher:
         cancelled the task, the whole process ends, so that all its episodes are made again elsewhere."""
         remote = _Remote(self, order)
         policy = EpisodePolicy(
-            remote, prompt_ids=order.prompt_ids_T.tolist(), variables=order.variables, executor=self.threads
+            remote,
+            prompt_ids=order.prompt_ids_T.tolist(),
+            attempt_kind=order.attempt_kind,
+            variables=order.variables,
+            executor=self.threads,
         )
         try:
             ended = await self.rollout(order.row, policy)

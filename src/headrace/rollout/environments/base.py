@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
-from headrace.base.types.episode import EpisodeKey
+from headrace.base.types.episode import AttemptKind, EpisodeKey
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import IntColumn
 
@@ -59,6 +59,8 @@ class OpenEpisode(Answering, Protocol):
 
     key: EpisodeKey
     """The group and the number of the episode."""
+    attempt_kind: AttemptKind
+    """Whether branches may leave the episode, or it is one."""
 
     async def reply(
         self,

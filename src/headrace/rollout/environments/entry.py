@@ -119,7 +119,7 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
     answer."""
     call = partial(_call, executor)
     env = await call(kind)
-    env.seed = policy.seed
+    env.seed, env.attempt_kind = policy.seed, policy.attempt_kind
     rewards: dict[int, float] = {}
     try:
         messages = list(as_messages(await call(env.reset, task)))

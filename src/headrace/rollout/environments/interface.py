@@ -19,6 +19,7 @@ import msgspec
 
 from headrace.base.errors import EpisodeError
 from headrace.base.types.chat import Message, ToolCall
+from headrace.base.types.episode import AttemptKind
 
 MessageLike = Message | Mapping[str, Any]
 """A message, as a record or as ``{"role": ..., "content": ...}``."""
@@ -52,6 +53,10 @@ class Env:
     seed: int = 0
     """A seed for draws of the environment. It differs between the episodes of a run, and is the same in a
     repetition."""
+    attempt_kind: AttemptKind = AttemptKind.ALONE
+    """Whether branches may leave this episode later, or it is a branch of an earlier one with the same seed
+    (``flow.pivots``). An environment that ignores it is attempted again up to the pivot; one that keeps its moments can
+    resume them. Set before :meth:`reset`, like the seed."""
 
     def reset(self, task: Task) -> Messages | Awaitable[Messages]:
         """Begin an episode of ``task``, and return the first messages for the model. A user's environment must define

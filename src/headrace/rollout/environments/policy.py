@@ -11,6 +11,7 @@ import numpy as np
 
 from headrace.base.errors import EpisodeError
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
+from headrace.base.types.episode import AttemptKind
 from headrace.rollout.environments.base import Answering
 from headrace.rollout.environments.interface import Messages, as_messages
 from headrace.rollout.environments.tools import ToolFunction, call_tools
@@ -51,6 +52,7 @@ class EpisodePolicy:
         episode: Answering,
         *,
         prompt_ids: Sequence[int] = (),
+        attempt_kind: AttemptKind = AttemptKind.ALONE,
         variables: Mapping[str, str] | None = None,
         executor: Executor | None = None,
     ) -> None:
@@ -62,6 +64,8 @@ class EpisodePolicy:
         self.seed = episode.seed
         """A seed for draws of the rollout. It differs between the episodes of a run, and is the same in a
         repetition."""
+        self.attempt_kind = attempt_kind
+        """Whether branches may leave this episode later, or it is a branch of an earlier one with the same seed."""
         self.prompt_ids = tuple(prompt_ids)
         """The tokens of the row's prompt, chat template applied; empty where rows have none."""
         self.variables = dict(variables or {})

@@ -10,7 +10,7 @@ from typing import Any
 from headrace.base.clock import Clock
 from headrace.base.errors import BudgetSpent
 from headrace.base.types.chat import ChatOptions, Message, Reply, Tool, ToolCall
-from headrace.base.types.episode import EpisodeKey, StopReason
+from headrace.base.types.episode import AttemptKind, EpisodeKey, StopReason
 from headrace.base.types.tokens import IntColumn
 from headrace.rollout.environments.base import AS_THE_RUN, AnswerPiece, OnPiece
 
@@ -121,6 +121,8 @@ class ScriptedEpisode:
     """The clock by which the environment's own time is measured."""
     key: EpisodeKey = _KEY
     """The group and the number of the episode."""
+    attempt_kind: AttemptKind = AttemptKind.ALONE
+    """No branches leave the attempt."""
     requests: list[tuple[Message, ...]] = field(default_factory=list)
     """The messages of each request."""
     tools: dict[str, Tool] = field(default_factory=dict)

@@ -22,6 +22,7 @@ from headrace.rollout.environments.interface import Env, Messages, StepResult
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession
+from headrace.wings.sandboxes.moments import ForkedWorld
 from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
 from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds
 
@@ -71,6 +72,9 @@ class ShellSettings(Section):
     replaced by the filter of system calls."""
     environments: int = Field(default=32, ge=1)
     """The number of tasks whose environments are kept by each worker, so that an episode begins with a fork."""
+    episodes: int = Field(default=64, ge=0)
+    """The number of episodes that have ended whose worlds are kept by each worker, so that branches of them
+    (``flow.pivots``) continue from the moment where they leave. Branches of others run the commands again."""
 
     @model_validator(mode="after")
     def _sandbox_is_known(self) -> Self:
@@ -89,7 +93,13 @@ class ShellSettings(Section):
             file_bytes=self.disk_mb * MIB,
             processes=self.processes,
         )
-        return WorldConfig(kind=self.sandbox, readable=self.readable, limits=limits, kept=self.environments)
+        return WorldConfig(
+            kind=self.sandbox,
+            readable=self.readable,
+            limits=limits,
+            kept=self.environments,
+            episodes=self.episodes,
+        )
 
 
 class ShellEnv(Env):
@@ -108,15 +118,17 @@ class ShellEnv(Env):
             raise EnvError(f"env.options: {error.problem}", remedy=error.remedy) from None
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
         self._task: TaskDirectory | None = None
-        self._session: SandboxSession | None = None
+        self._world: ForkedWorld | None = None
         self._commands = 0
         self._until_s = 0.0
 
     async def reset(self, task: Mapping[str, Any]) -> Messages:
         """Begin an episode: fork the world of the task, and return its instruction."""
         self._task = self._read_task(task)
-        self._session = await shared_worlds(self.settings.worlds).enter(str(task["directory"]), self._task)
-        self._refuse_unguarded()
+        worlds = shared_worlds(self.settings.worlds)
+        self._world = await worlds.attempt(str(task["directory"]), self._task, seed=self.seed, kind=self.attempt_kind)
+        if self._world.session is not None:
+            self._refuse_unguarded(self._world.session)
         self._until_s = now_s() + self._task.agent_s
         system = _SYSTEM[self.settings.action] if self.settings.system is None else self.settings.system
         messages = [Message(role="system", content=system)] if system else []
@@ -140,18 +152,35 @@ class ShellEnv(Env):
         Args:
             command: The command, as for bash.
         """
-        assert self._session is not None
+        assert self._world is not None
         if self._is_over():
             return "There is no time for more commands: answer without a call."
         self._commands += 1
-        left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
-        done = await self._session.run(command, limits=replace(self._session.spec.limits, wall_s=left_s))
-        return self._observation(done)
+        moment = self._world.repeat(command)
+        if moment is not None:
+            self._until_s = now_s() + moment.left_s
+            return moment.observation
+        observation = await self._observe(await self._enter(), command)
+        if not self._is_over():
+            await self._world.keep(command=command, observation=observation, left_s=self._until_s - now_s())
+        return observation
 
     async def close(self) -> None:
         """End the session."""
-        if self._session is not None:
-            await self._session.stop()
+        if self._world is not None:
+            await self._world.leave()
+
+    async def _enter(self) -> SandboxSession:
+        """Return the session of the attempt, which begins where a branch leaves its origin."""
+        assert self._world is not None
+        session = await self._world.enter(self._observe)
+        self._refuse_unguarded(session)
+        return session
+
+    async def _observe(self, session: SandboxSession, command: str) -> str:
+        """Run a command in a session, and return what the model reads of its result."""
+        left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
+        return self._observation(await session.run(command, limits=replace(session.spec.limits, wall_s=left_s)))
 
     def _read_task(self, row: Mapping[str, Any]) -> TaskDirectory:
         """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` for one that cannot be
@@ -179,10 +208,9 @@ class ShellEnv(Env):
             )
         return task
 
-    def _refuse_unguarded(self) -> None:
+    def _refuse_unguarded(self, session: SandboxSession) -> None:
         """Raise :class:`~headrace.base.errors.EpisodeError` where the session lacks a guard that it must have."""
-        assert self._session is not None
-        refused = {name: why for name, why in self._session.missing.items() if name not in self.settings.may_lack}
+        refused = {name: why for name, why in session.missing.items() if name not in self.settings.may_lack}
         if refused:
             words = "; ".join(f"{name} ({why})" for name, why in refused.items())
             raise EpisodeError(
@@ -206,9 +234,8 @@ class ShellEnv(Env):
 
     async def _end(self) -> StepResult:
         """Run the tests, and end the episode with their reward."""
-        assert self._session is not None
         assert self._task is not None
-        return StepResult(reward=await grade(self._session, self._task), done=True)
+        return StepResult(reward=await grade(await self._enter(), self._task), done=True)
 
     def _observation(self, done: Finished) -> str:
         """Return what the model reads of a command's result."""

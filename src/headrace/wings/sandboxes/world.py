@@ -19,8 +19,10 @@ from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import EpisodeError
+from headrace.base.types.episode import AttemptKind
 from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
 from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes
+from headrace.wings.sandboxes.moments import ForkedWorld, MomentStore
 from headrace.wings.sandboxes.tasks import WORK_DIRECTORY, BuildStep, TaskDirectory, files_below
 
 REWARDS = "/logs/verifier"
@@ -41,6 +43,8 @@ class WorldConfig:
     """The most that a task may have."""
     kept: int
     """The number of environments whose snapshots are kept."""
+    episodes: int = 64
+    """The number of episodes that have ended whose moments are kept for branches."""
 
 
 class Worlds:
@@ -53,6 +57,23 @@ class Worlds:
         self._opening = asyncio.Lock()
         self._made: OrderedDict[str, SandboxSnapshot] = OrderedDict()
         self._making: dict[str, asyncio.Lock] = {}
+        self._moments = MomentStore(config.episodes)
+
+    async def attempt(
+        self, key: str, task: TaskDirectory, *, seed: int = 0, kind: AttemptKind = AttemptKind.ALONE
+    ) -> ForkedWorld:
+        """Return the world of one attempt at ``task``, which ``key`` names. That of a branch begins as its origin with
+        the same ``seed`` did, if the moments of that one are kept; all others begin in the environment of the task.
+        Raises :class:`~headrace.base.errors.EpisodeError` where that cannot be made."""
+        moments = self._moments.find((key, seed)) if kind is AttemptKind.BRANCH else None
+        session = None if moments is not None else await self.enter(key, task)
+        if session is not None and kind is AttemptKind.ORIGIN:
+            try:
+                moments = await self._moments.begin((key, seed), session, await self._open(), task.agent_s)
+            except BaseException:
+                await session.stop()
+                raise
+        return ForkedWorld(self._moments, (key, seed), session=session, moments=moments, kind=kind)
 
     async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
         """Return a session in the world of ``task``, which ``key`` names. Raises
@@ -69,8 +90,11 @@ class Worlds:
         return session
 
     async def close(self) -> None:
-        """End all sessions."""
+        """End all sessions, and give up all snapshots."""
         if self._driver is not None:
+            await self._moments.clear()
+            while self._made:
+                await self._driver.release(self._made.popitem()[1])
             await self._driver.close()
 
     async def _open(self) -> SandboxDriver:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.types.chat import Reply
+from headrace.base.types.episode import AttemptKind
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.tokens import IntColumn
 
@@ -22,6 +23,8 @@ class RunEpisode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The prompt as the model reads it; empty if the rows have none."""
     seed: int
     """The seed of the environment's own random draws."""
+    attempt_kind: AttemptKind = AttemptKind.ALONE
+    """Whether branches may leave the episode, or it is one."""
     variables: dict[str, str] = {}
     """Environment variables for programs that the episode starts."""
 
