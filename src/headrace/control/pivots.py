@@ -35,7 +35,7 @@ from headrace.flow.ledger import Ledger
 from headrace.flow.pivots import Pivot, PivotChooser, PivotConfig, outcomes_of
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.branches import Forking, graft, repeats, split
-from headrace.rollout.runner import prompt_digest
+from headrace.rollout.history import prompt_digest
 
 ScoreAttempts = Callable[[OpenGroup, Sequence[EpisodeGraph]], Awaitable[None]]
 """A function that scores those of the attempts that have finished."""
