@@ -117,8 +117,8 @@ def test_processor_time_has_a_limit(sandboxes: Sandboxes) -> None:
     session = sandboxes.start(replace(LIMITS, cpu_s=1))
     spent = sandboxes(session.run("while :; do :; done"))
     assert spent.reason is Reason.CPU_TIME
-    assert spent.cpu_s >= 0.99  # the kernel ends it as soon as it has had its second
-    assert sandboxes(session.run("sleep 0.01")).cpu_s < 0.9
+    assert spent.cpu_s > 0.5  # about the second after which the kernel ends it: the limit counts ticks
+    assert sandboxes(session.run("sleep 0.01")).cpu_s < 0.5
     sandboxes(session.stop())
 
 
