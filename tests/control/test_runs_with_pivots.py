@@ -228,12 +228,12 @@ def test_an_environment_is_told_what_may_branch_and_what_is_a_branch(
 ) -> None:
     told: list[tuple[AttemptKind, int]] = []
 
-    class Told(TwoAnswers):
+    class RecordingKinds(TwoAnswers):
         async def run(self, task: Task, episode: OpenEpisode) -> AttemptOutcome:
             told.append((episode.attempt_kind, episode.seed))
             return await super().run(task, episode)
 
-    life, _ = run(tmp_path, change=lambda parts: replace(parts, env=Told()), flow={"pivots": pivots}, steps=2)
+    life, _ = run(tmp_path, change=lambda parts: replace(parts, env=RecordingKinds()), flow={"pivots": pivots}, steps=2)
     assert life.ended
     assert {kind for kind, _ in told} == kinds
     seeds = {kind: {seed for each, seed in told if each is kind} for kind in kinds}

@@ -36,7 +36,7 @@ MAX_AT_ONCE = 256
 MAX_QUEUED = 100_000
 """Number of messages that may wait in one direction; more means that the reader has stopped reading."""
 MAX_SOCKETS = 1 << 15
-"""Number of sockets that the controller may have open; a part takes two, or three from another machine."""
+"""Number of sockets that the controller may have open; a part takes two, or four from another machine."""
 MAX_BYTES = 1 << 30
 """Largest message between machines, in bytes. A longer one is refused before memory is allocated for it."""
 CONNECT_S = 20.0

@@ -21,6 +21,7 @@ from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.registry import ENVIRONMENTS
 from headrace.wings.sandboxes.environment import ShellEnv, ShellSettings
+from headrace.wings.sandboxes.local.driver import LocalDriver
 from headrace.wings.sandboxes.tasks import open_task
 from headrace.wings.sandboxes.world import Worlds, close_shared_worlds
 from tests.wings.sandboxes.task_files import HARBOR, TERMINAL_BENCH, write_task
@@ -189,6 +190,12 @@ def test_the_environment_that_was_used_longest_ago_is_given_up_and_made_again(
     assert len(set(made["b"])) == 2
 
 
+def num_stores(worlds: Worlds) -> int:
+    """The number of stores of files that the driver of these worlds holds."""
+    assert isinstance(worlds._driver, LocalDriver)
+    return len(worlds._driver._uses)
+
+
 def test_an_environment_that_is_given_up_frees_its_files(runner: asyncio.Runner, tmp_path: Path) -> None:
     async def body() -> None:
         worlds = Worlds(replace(ShellSettings(image="machine").worlds, kept=2))
@@ -196,7 +203,7 @@ def test_an_environment_that_is_given_up_frees_its_files(runner: asyncio.Runner,
         for number in range(5):
             task = open_task(write_task(tmp_path / str(number), HARBOR))
             await (await worlds.enter(str(number), task)).stop()
-            stores.add(len(worlds._driver._uses))  # type: ignore[union-attr]
+            stores.add(num_stores(worlds))
         assert stores == {1, 2}
         await worlds.close()
 

@@ -23,7 +23,7 @@ from headrace.wings.sandboxes.tasks import open_task
 from headrace.wings.sandboxes.world import Worlds, close_shared_worlds, shared_worlds
 from tests.wings.sandboxes.conftest import KINDS
 from tests.wings.sandboxes.task_files import HARBOR, write_task
-from tests.wings.sandboxes.test_environment import Saying
+from tests.wings.sandboxes.test_environment import Saying, num_stores
 
 ORIGIN, BRANCH, ALONE = AttemptKind.ORIGIN, AttemptKind.BRANCH, AttemptKind.ALONE
 DRAWN = "head -c 9 /dev/urandom | base64 | tee -a drawn"
@@ -62,7 +62,7 @@ class Attempts:
     @property
     def num_stores(self) -> int:
         """The number of stores of files that the driver holds."""
-        return len(self.worlds._driver._uses)  # type: ignore[union-attr]
+        return num_stores(self.worlds)
 
 
 @pytest.fixture(scope="module")

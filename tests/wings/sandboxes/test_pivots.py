@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,7 +142,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 
 def run_bench(
-    directory: Path, buffer: Path, executor: ThreadPoolExecutor, body: Callable[[Bench], asyncio.Future[None] | object]
+    directory: Path, buffer: Path, executor: ThreadPoolExecutor, body: Callable[[Bench], Awaitable[None]]
 ) -> None:
     config, tokenizer = ModelConfig(path=str(directory)), load_tokenizer(str(directory))
     core, weights = make_engine(config, flush_tokens=1), Weights(config, buffer)
@@ -158,7 +158,7 @@ def run_bench(
                 on_tokens=lambda _: None,
                 chat=Chat.of(tokenizer, [tokenizer.eos_token_id]),
             )
-            await body(Bench(engine, runner))  # type: ignore[misc]
+            await body(Bench(engine, runner))
         await close_shared_worlds()
 
     asyncio.run(run())
