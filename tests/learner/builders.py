@@ -41,10 +41,15 @@ class Setup:
     config: dict[str, object] = field(default_factory=dict)
     dtype: Literal["float32", "bfloat16"] = "float32"
     lora: dict[str, object] | None = None
+    deterministic: bool = False
 
     def learner(self) -> LearnerCore:
         return LearnerCore(
-            load_model(ModelConfig(path=str(self.model_dir), dtype=self.dtype, lora=self.lora)),
+            load_model(
+                ModelConfig(
+                    path=str(self.model_dir), dtype=self.dtype, lora=self.lora, deterministic=self.deterministic
+                )
+            ),
             LearnerConfig(**{"lr": 1e-2, **self.config}),
             self.objective or Objective.build(AlgoConfig.model_validate(self.algo)),
             LearnerContext(
@@ -106,9 +111,10 @@ def assert_goes_on(setup: Setup, directory: Path, batches: Sequence[Batch]) -> N
     assert unbroken.version == resumed.version == len(batches)
 
 
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """1e-5 relative to the largest entry of each tensor: sums of terms of both signs have no better measure."""
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], within: float = 1e-5) -> None:
+    """``within`` is relative to the largest entry of each tensor: sums of terms of both signs have no better
+    measure."""
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         scale = expected[name].abs().max().item()
-        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=0, atol=1e-5 * scale, msg=name)
+        torch.testing.assert_close(tensor.double(), expected[name].double(), rtol=0, atol=within * scale, msg=name)

@@ -19,7 +19,7 @@ from tests.learner.test_core import (  # noqa: F401 - tests, which run here with
     test_same_batches_give_the_same_weights_bit_for_bit,
     test_training_moves_the_weights_and_raises_the_probability_of_what_was_good,
 )
-from tests.learner.test_prefixes import alike
+from tests.learner.trees import forest
 from tests.models.families import family
 from tests.models.kinds import tiny
 
@@ -37,16 +37,16 @@ def setup(directory: Path) -> Setup:
 
 
 @pytest.mark.parametrize("budget", [45, 10_000])
-def test_gradient_under_shared_prefixes_is_that_of_whole_samples(setup: Setup, budget: int) -> None:
+def test_gradient_of_trees_is_that_of_whole_samples(setup: Setup, budget: int) -> None:
     shared, apart = (
         replace(setup, config={"tokens_per_microbatch": budget, "share_prefixes": share}).learner()
         for share in (True, False)
     )
-    batch = alike()
+    batch = forest()
     np.testing.assert_allclose(shared.logprobs(batch), apart.logprobs(batch), atol=1e-5)
     shared.forward_backward(batch)
     apart.forward_backward(batch)
-    assert_close(gradients(shared), gradients(apart))
+    assert_close(gradients(shared), gradients(apart), within=1e-4)  # a delta rule in float64 agrees to 13 digits
 
 
 def test_recomputed_layers_give_the_same_gradient(setup: Setup) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
@@ -152,6 +152,39 @@ def test_sequences_that_share_rows_attend_as_if_each_had_its_own(
     gradients = torch.autograd.grad((shared * towards).sum(), leaves)
     for found, wanted in zip(gradients, torch.autograd.grad((apart * towards).sum(), leaves), strict=True):
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-4)
+
+
+@given(st.data(), st.none() | st.integers(1, 12), st.sampled_from(["window", "chunk", "sinks"]))
+def test_paths_of_a_tree_attend_as_if_each_had_rows_of_its_own(data, limit, kind):
+    """Sequences that continue any beginning of any earlier one; some add nothing."""
+    paths: list[list[int]] = []
+    count = 0
+    for _ in range(data.draw(st.integers(1, 7))):
+        before = data.draw(st.sampled_from(paths)) if paths else []
+        kept, added = data.draw(st.integers(0, len(before))), data.draw(st.integers(0, 30))
+        paths.append(before[:kept] + list(range(count, count + added)))
+        count += added
+    assume(count)
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    lengths, rows = [len(path) for path in paths], [row for path in paths for row in path]
+    rows_T = torch.tensor(rows)
+    sinks = torch.randn(4, generator=rng, dtype=torch.float64) if kind == "sinks" else None
+    rule = Rule(
+        layer=0, scale=0.3, window=limit if kind != "chunk" else None, chunk=limit if kind == "chunk" else None,
+        sinks_H=sinks,
+    )  # fmt: skip
+    leaves = [
+        torch.randn(count, heads, 8, generator=rng, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)
+    ]
+    towards = torch.randn(len(rows), 4, 8, generator=rng, dtype=torch.float64)
+    plan = PackedPlan(lengths, rows_T=rows)
+    shared = plan.attend(*leaves, rule)[rows_T]
+    apart = PackedPlan(lengths).attend(*(leaf[rows_T] for leaf in leaves), rule)
+    torch.testing.assert_close(shared, apart, atol=1e-6, rtol=0)  # softmax is in float32 with sinks
+    assert plan.positions_N[rows_T].tolist() == PackedPlan(lengths).positions_N.tolist()
+    gradients = torch.autograd.grad((shared * towards).sum(), leaves)
+    for found, wanted in zip(gradients, torch.autograd.grad((apart * towards).sum(), leaves), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(

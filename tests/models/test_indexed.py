@@ -67,3 +67,15 @@ def test_indexer_whose_scores_tie_is_refused_by_its_number_of_heads(tmp_path: Pa
 def test_deterministic_mode_is_refused_by_name(directory: Path) -> None:
     with pytest.raises(ModelError, match="the choices of its indexers"):
         load_model(ModelConfig(path=str(directory), deterministic=True))
+
+
+@torch.no_grad()
+def test_paths_of_a_tree_attend_to_what_each_chooses_alone(directory: Path) -> None:
+    model = load_model(ModelConfig(path=str(directory)))
+    ids = torch.randint(3, 39, (60,), generator=torch.Generator().manual_seed(5))
+    paths = [[*range(25)], [*range(18), *range(25, 40)], [*range(18), *range(25, 31), *range(40, 60)]]
+    rows = [row for path in paths for row in path]
+    shared = forward(model, ids, PackedPlan([len(path) for path in paths], rows_T=rows))[rows].log_softmax(-1)
+    for path, found in zip(paths, shared.split([len(path) for path in paths]), strict=True):
+        alone = forward(model, ids[path], PackedPlan([len(path)])).log_softmax(-1)
+        torch.testing.assert_close(found, alone, rtol=0, atol=2e-5)

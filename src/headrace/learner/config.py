@@ -94,8 +94,9 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Greatest number of token positions in one forward and backward pass. The result does not depend on it."""
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Whether the common prefix of samples of one group is computed once, except for attention. The gradient is the
-    same up to rounding. ``auto``: in batches where that saves a tenth of the tokens."""
+    """Whether tokens that several samples of a batch begin with are computed once: of answers to one prompt, turns and
+    forks of an episode, or by accident, as a tree of any depth. The gradient is the same up to rounding. ``auto``: in
+    batches where that saves a tenth of the computation."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes over which the learner is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()

@@ -1,6 +1,6 @@
 """Computation of log π of a batch's tokens, micro-batch by micro-batch, under the conditions of their sampling.
 
-    batch ──▶ units (singly, or siblings with their shared prefix) ──▶ micro-batches of about equal cost (packing.py)
+    batch ──▶ units (singly, or prefix trees; tree.py) ──▶ micro-batches of about equal cost (packing.py)
     micro-batch ──▶ rows of one flat pass ──▶ trunk, under the recorded routing ──▶ hidden states
                 ──▶ those before a loss token ──▶ head, within the kept-sets (logits.py) ──▶ log π, entropy
 
@@ -35,11 +35,12 @@ from headrace.learner.head import TopRequest
 from headrace.learner.intake import Mask, refuse_rescaled, refuse_unfit
 from headrace.learner.logits import LOGITS_PER_CHUNK, TokenLogprobs, TopEntries, TrunkAndHead, split_model
 from headrace.learner.mixture import MixtureBalance
-from headrace.learner.packing import Index, MicroBatch, Packing, Unit, groups_whole, plan, siblings, singly
+from headrace.learner.packing import Index, MicroBatch, Packing, Unit, groups_whole, plan, singly
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 from headrace.learner.parallel.split import ShardedLogprobs
 from headrace.learner.parallel.view import RankView, view_of
 from headrace.learner.progress import Progress
+from headrace.learner.tree import PrefixTrees, cut_tree
 from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
@@ -48,8 +49,8 @@ from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, fin
 from headrace.models.weights import vocabulary_of
 
 SHARED_FRAC = 0.1
-"""Prefixes are shared if that saves this fraction of a batch's tokens, because splitting the shared rows for attention
-costs less than that."""
+"""Tokens are shared if that saves this fraction of a batch's computation, because the copies of shared tokens that
+attention needs cost less than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,17 +156,18 @@ class Forward:
         return plan(batch.lengths_S, units, self._packing)[self._ranks.share]
 
     def _units(self, batch: Batch, samples: Index, *, pairs: bool) -> list[Unit]:
-        """Return the chosen ``samples`` as units, samples that are computed in one pass: those that share a prefix,
-        where that saves enough tokens; all of a group with ``pairs``; otherwise each sample alone."""
+        """Return the chosen ``samples`` as units, samples that are computed in one pass: the trees of those that begin
+        alike, where that saves enough; all of a group with ``pairs``; otherwise each sample alone."""
         apart = groups_whole(batch, samples) if pairs else singly(samples)
         if not self._share:
             return apart
-        units = siblings(batch, samples, self._packing.budget)
-        if pairs and len(units) > len(apart):  # a group that does not fit, with its prefix, into one pass
-            return apart
-        saved = sum(unit.prefix * (len(unit.samples) - 1) for unit in units)
-        pays = saved >= SHARED_FRAC * int(batch.lengths_S[samples].sum())
-        return units if pays or self._share is True else apart
+        trees, lengths_S = PrefixTrees(batch), batch.lengths_S.astype(np.int64)
+        if pairs:
+            units = [trees.of(unit.samples) for unit in apart]
+        else:
+            units = cut_tree(trees.of(samples), lengths_S, self._packing)
+        before, after = (sum(unit.cost(lengths_S, self._packing.cost) for unit in each) for each in (apart, units))
+        return units if self._share is True or before - after >= SHARED_FRAC * before else apart
 
     def __call__(self, batch: Batch, mask_N: Mask, micro: MicroBatch, top_NK: Tensor | None = None) -> ForwardResult:
         """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π of its tokens in ``mask_N``

@@ -1,7 +1,7 @@
 """Division of a batch into micro-batches of whole samples, with a bounded number of token positions, balanced and
 without padding.
 
-    samples ──▶ units: single samples, or siblings that share a prefix (:func:`siblings`)
+    samples ──▶ units: single samples, or prefix trees of samples that begin alike (tree.py)
             ──▶ as few bins as first-fit decreasing needs, or as many as keep a pass in the CPU's cache, balanced by
                 their cost
             ──▶ dealt to the ranks, the costliest first: the same number for each, of about the same cost at the same
@@ -40,22 +40,30 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unit:
-    """Samples that stay together in one micro-batch."""
+    """Samples that stay together in one micro-batch: a prefix tree, in which tokens that several of them begin with are
+    computed once. A single sample is the smallest tree."""
 
     samples: Index
-    """Indices of the samples in the batch, ascending."""
-    prefix: int = 0
-    """Number of first tokens that are the same in all samples and are computed once."""
+    """Indices of the samples in the batch, in the order of the tree."""
+    shared_K: Index
+    """For each sample, the number of its first tokens that it shares with the sample before it; 0 for the first. What
+    it shares with an earlier one, it shares with all between."""
+
+    @classmethod
+    def apart(cls, samples: Index) -> Unit:
+        """Return a unit of ``samples`` that share nothing."""
+        return cls(samples=samples, shared_K=np.zeros_like(samples))
 
     def num_rows(self, lengths_S: Index) -> int:
-        """Return the number of tokens of the unit that are computed, where the shared prefix counts once. ``lengths_S``
+        """Return the number of tokens of the unit that are computed, where a shared token counts once. ``lengths_S``
         are the lengths of all samples of the batch."""
-        return int((lengths_S[self.samples] - self.prefix).sum()) + self.prefix
+        return int((lengths_S[self.samples] - self.shared_K).sum())
 
     def cost(self, lengths_S: Index, cost: Cost) -> float:
-        """Return the cost of computing the unit, by the prices in ``cost``; attention is computed for every sample
-        separately. ``lengths_S`` are the lengths of all samples of the batch."""
-        return cost.per_token * self.num_rows(lengths_S) + cost.per_pair * float((lengths_S[self.samples] ** 2).sum())
+        """Return the cost of computing the unit, by the prices in ``cost``. The attention of a shared token is computed
+        once too. ``lengths_S`` are the lengths of all samples of the batch."""
+        pairs = float((lengths_S[self.samples] ** 2 - self.shared_K**2).sum())
+        return cost.per_token * self.num_rows(lengths_S) + cost.per_pair * pairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +116,7 @@ class MicroBatch:
         ``lengths_S``. Without units it is empty; a rank computes an empty one while the others compute theirs."""
         members = np.sort(np.concatenate([np.zeros(0, np.int64), *(unit.samples for unit in units)]))
         lengths_K, starts_S = lengths_S[members], np.cumsum(lengths_S) - lengths_S
-        shared = any(unit.prefix for unit in units)
+        shared = any(unit.shared_K.any() for unit in units)
         return cls(
             samples_K=members,
             lengths_K=lengths_K,
@@ -136,20 +144,17 @@ def ragged_arange(starts_K: Index, lengths_K: Index) -> Index:
 
 
 def _rows(units: Sequence[Unit], members: Index, lengths_K: Index) -> Index:
-    """Return the row of the pass in which each token of a micro-batch is computed, ``[M]``, numbered in the order in
-    which tokens first occur. The prefix of a unit's later samples uses the rows of its first sample. ``members`` are
-    the samples of the micro-batch, ascending, and ``lengths_K`` their lengths."""
-    first_K, prefix_K = np.arange(len(members)), np.zeros(len(members), np.int64)
+    """Return the row of the pass in which each token of a micro-batch is computed, ``[M]``. Tokens that a sample shares
+    use the rows of the sample before it in its unit. ``members`` are the samples of the micro-batch, ascending, and
+    ``lengths_K`` their lengths."""
+    starts_K = np.cumsum(lengths_K) - lengths_K
+    computed_M = np.arange(int(lengths_K.sum()))
     for unit in units:
-        place = np.searchsorted(members, unit.samples)
-        first_K[place[1:]], prefix_K[place[1:]] = place[0], unit.prefix
-    own_K = lengths_K - prefix_K
-    starts_K = np.cumsum(own_K) - own_K
-    positions_M = ragged_arange(np.zeros_like(lengths_K), lengths_K)
-    sample_M = np.repeat(np.arange(len(members)), lengths_K)
-    inside_M = positions_M < prefix_K[sample_M]
-    rows: Index = positions_M + np.where(inside_M, starts_K[first_K][sample_M], (starts_K - prefix_K)[sample_M])
-    return rows
+        starts = starts_K[np.searchsorted(members, unit.samples)]
+        for before, start, shared in zip(starts[:-1], starts[1:], unit.shared_K[1:], strict=True):
+            computed_M[start : start + shared] = computed_M[before : before + shared]
+    rows_M: Index = np.unique(computed_M, return_inverse=True)[1]
+    return rows_M
 
 
 def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: int) -> list[MicroBatch]:
@@ -167,13 +172,13 @@ def microbatches(lengths_S: IntColumn, samples: Index, tokens_per_microbatch: in
 
 def singly(samples: Index) -> list[Unit]:
     """Return each of the ``samples``, indices into a batch, as a unit of its own."""
-    return [Unit(samples=samples[place : place + 1]) for place in range(len(samples))]
+    return [Unit.apart(samples[place : place + 1]) for place in range(len(samples))]
 
 
 def groups_whole(batch: Batch, samples: Index) -> list[Unit]:
     """Return the chosen ``samples`` as units of whole groups, for losses that compare the samples of a group."""
     groups_K = batch.groups_S[samples]
-    return [Unit(samples=np.sort(samples[groups_K == group])) for group in dict.fromkeys(groups_K.tolist())]
+    return [Unit.apart(np.sort(samples[groups_K == group])) for group in dict.fromkeys(groups_K.tolist())]
 
 
 def plan(lengths_S: IntColumn, units: Sequence[Unit], packing: Packing) -> list[list[MicroBatch]]:
@@ -269,37 +274,3 @@ def _cheapest_first(
         room[number] -= rows_U[unit]
         spent[number] += cost_U[unit]
     return bins_U
-
-
-def siblings(batch: Batch, samples: Index, budget: int) -> list[Unit]:
-    """Return the chosen ``samples`` as units: samples of one group that begin with the same tokens, computed by the
-    same experts, stay together as long as they fit into ``budget`` rows."""
-    lengths_S = batch.lengths_S.astype(np.int64)
-    starts_S = np.cumsum(lengths_S) - lengths_S
-    units: list[Unit] = []
-    for group in dict.fromkeys(batch.groups_S[samples].tolist()):
-        members = np.sort(samples[batch.groups_S[samples] == group])
-        prefix = min(
-            (_common(batch, starts_S[[members[0], other]], lengths_S[[members[0], other]]) for other in members[1:]),
-            default=0,
-        )
-        while len(members):
-            own = lengths_S[members] - prefix
-            fits = max(1, int((prefix + np.cumsum(own) <= budget).sum()))
-            units.append(Unit(samples=members[:fits], prefix=prefix if fits > 1 else 0))
-            members = members[fits:]
-    return units
-
-
-def _common(batch: Batch, starts: Index, lengths: Index) -> int:
-    """Return the length of the common prefix of two samples, in tokens with the same ids and the same recorded experts.
-    ``starts`` and ``lengths`` hold the place of the first token, and the number of tokens, of each of the two."""
-    shorter = int(lengths.min())
-    one, other = (np.arange(start, start + shorter) for start in starts)
-    same = batch.ids_N[one] == batch.ids_N[other]
-    if batch.routing is not None:
-        first, second = batch.routing.take(one), batch.routing.take(other)
-        same &= first.known_T == second.known_T
-        both = first.known_T & second.known_T
-        same[both] &= (first.experts_RLK[both[first.known_T]] == second.experts_RLK[both[second.known_T]]).all((1, 2))
-    return int(np.argmin(same)) if not same.all() else shorter

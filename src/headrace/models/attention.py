@@ -5,7 +5,8 @@ tokens belong together: a *plan*, which is passed to every layer, does. :class:`
 sequences, with gradients; :class:`~headrace.models.paged.plan.PagedPlan` attends over a key-value cache.
 
 Shape legend: N tokens of the pass, T tokens of all sequences (N, or more if sequences share tokens), S sequences,
-B sequences of one bucket, L padded length of a bucket, H query heads, K key-value heads, D head size, V vocabulary.
+B sequences of one bucket, L padded length of a bucket, Q padded number of its queries, H query heads, K key-value
+heads, D head size, V vocabulary.
 """
 
 # gate: getattr - attention modules of transformers differ from family to family
@@ -20,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface
 
 from headrace.base.errors import ModelError
@@ -52,7 +54,7 @@ class ChosenTokens:
     each token of a pass."""
 
     masks: tuple[Tensor, ...]
-    """A mask ``[B, L, C]`` for each bucket of the plan that made it, where C counts the positions of a sequence."""
+    """A mask ``[B, Q, C]`` for each bucket of the plan that made it, where C counts the positions of a sequence."""
 
 
 Choose = Callable[[tuple[Tensor, ...], Tensor, object], Tensor]
@@ -88,12 +90,13 @@ class Rule:
 
     def sees(self, from_Q: Tensor, to_K: Tensor) -> Tensor:
         """Return which of the positions ``to_K`` are seen from each of the positions ``from_Q`` of the same sequence:
-        ``[Q, K]`` bool."""
-        seen_QK = to_K <= from_Q[:, None]
+        ``[Q, K]`` bool. ``from_Q`` may have further axes in front."""
+        from_Q1 = from_Q[..., None]
+        seen_QK = to_K <= from_Q1
         if self.window is not None:
-            seen_QK &= to_K > from_Q[:, None] - self.window
+            seen_QK &= to_K > from_Q1 - self.window
         if self.chunk is not None:
-            seen_QK &= to_K >= from_Q[:, None] // self.chunk * self.chunk
+            seen_QK &= to_K >= from_Q1 // self.chunk * self.chunk
         return seen_QK
 
     def limits(self, length: int) -> bool:
@@ -202,7 +205,8 @@ AttentionInterface.register(NAME, attention)  # no mask function: transformers t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bucket:
-    """Sequences of similar length, as rows padded on the right."""
+    """Sequences of similar length, as rows padded on the right. The queries of a row are those of its tokens that no
+    earlier sequence has: its last ones."""
 
     num_rows: int
     """The number of sequences."""
@@ -210,6 +214,17 @@ class _Bucket:
     """The number of tokens to which each row is padded."""
     lengths_B: Tensor
     """The number of tokens of each row."""
+    queries_BQ: Tensor
+    """The position of each query in its row; its own tokens come first, and padding follows."""
+    whole: bool
+    """Whether all tokens of all rows are queries."""
+
+    def own(self, rows_BL: Tensor) -> Tensor:
+        """Return the entries ``[B, Q, ...]`` of the queries, of the tokens ``[B, L, ...]``."""
+        if self.whole:
+            return rows_BL
+        places_BQ = self.queries_BQ.clamp(max=self.length - 1)
+        return rows_BL[torch.arange(self.num_rows, device=places_BQ.device)[:, None], places_BQ]
 
 
 class PackedPlan:
@@ -218,8 +233,9 @@ class PackedPlan:
     Inside attention, sequences of similar length become the rows of one call. Padding is on the right, where causality
     hides it, so no mask is needed. It wastes at most a quarter of a row, or :data:`ROW_STEP` tokens of it.
 
-    Sequences with a common beginning may share its tokens: everything outside attention computes these once, and inside
-    attention they are part of each sequence's row. Gradients of shared tokens are summed over the sequences.
+    Sequences with a common beginning may share its tokens, as the paths of a tree do: everything outside attention
+    computes these once, and so does attention, as queries of the first sequence that has them. As keys and values they
+    are part of each sequence's row. Gradients of shared tokens are summed over the sequences.
 
     >>> PackedPlan([2, 3]).positions_N.tolist()
     [0, 1, 0, 1, 2]
@@ -234,46 +250,55 @@ class PackedPlan:
         rows_T: Sequence[int] | np.ndarray[Any, Any] | None = None,
     ) -> None:
         """Lay out sequences of ``lengths_S`` tokens. ``rows_T`` gives the index in the pass of each token of each
-        sequence, so that sequences can share tokens; ``None`` for one sequence after the other."""
+        sequence, so that sequences can share their first tokens; ``None`` for one sequence after the other."""
         lengths = np.asarray(lengths_S, np.int64)
         starts = np.cumsum(lengths) - lengths
         rows = np.arange(int(lengths.sum())) if rows_T is None else np.asarray(rows_T, np.int64)
         total = int(rows.max()) + 1 if len(rows) else 0
-        positions_N, slot_N = np.empty(total, np.int64), np.empty(total, np.int64)
-        positions_N[rows] = np.arange(len(rows)) - np.repeat(starts, lengths)
+        place_T = np.arange(len(rows)) - np.repeat(starts, lengths)
+        positions_N = np.empty(total, np.int64)
+        positions_N[rows] = place_T
         self.positions_N = torch.from_numpy(positions_N).to(device)
-        self._buckets: list[_Bucket] = []
-        token_S: list[np.ndarray[Any, Any]] = []
-        filled = 0
-        for members in cut(lengths):
-            length = int(lengths[members[0]])
-            column = np.arange(length)
-            inside = column[None] < lengths[members, None]
-            gather = rows[starts[members, None] + np.where(inside, column[None], 0)]
-            slot_N[gather[inside]] = filled + np.flatnonzero(inside)  # any row of a shared token will do
-            filled += gather.size
-            token_S.append(gather.ravel())
-            counts_B = torch.from_numpy(lengths[members]).to(device)
-            self._buckets.append(_Bucket(num_rows=len(members), length=length, lengths_B=counts_B))
-        self._slots: PaddedSlots | None = None
+        own = lengths if rows_T is None else _own(lengths, rows, place_T)
+        members = cut(lengths)
+        if rows_T is not None:
+            members = [bucket[part] for bucket in members for part in cut(own[bucket])]
+        keys = [_Slots.of(rows, starts[each], np.zeros_like(each), lengths[each]) for each in members]
+        queries = [_Slots.of(rows, starts[each], (lengths - own)[each], lengths[each]) for each in members]
+        self._buckets = [_bucket(*each, device) for each in zip(keys, queries, strict=True)]
+        self._keys = _padded(keys, total, device)
         """The slots of the tokens in the rows of all buckets, one bucket after the other; ``None`` if these are the
         tokens in order."""
-        if len(self._buckets) > 1 or filled != total or (total and (token_S[0] != np.arange(total)).any()):
-            tokens = torch.from_numpy(np.concatenate([*token_S, np.zeros(0, np.int64)])).to(device)
-            self._slots = PaddedSlots(tokens, torch.from_numpy(slot_N).to(device), shared=len(rows) > total)
+        self._shared = len(rows) > total
+        self._queries = _padded(queries, total, device) if self._shared else self._keys
+        """The slots of the queries of all buckets, one bucket after the other, of which each token has one; ``None`` as
+        above."""
         self._masks: dict[tuple[int, int | None, int | None], Tensor] = {}
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Compute the attention of all sequences of the pass by one layer's ``rule``; each token sees only its own
-        sequence. Sequences of similar length are computed together, padded."""
-        parts = zip(*(self._by_bucket(each) for each in (query_NHD, key_NKD, value_NKD)), strict=True)
-        chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
-        return self._join(
-            [
-                self._attend(bucket, rows, rule, mask)
-                for bucket, rows, mask in zip(self._buckets, parts, chosen, strict=True)
-            ]
+        sequence. Sequences of similar length are computed together, padded. If sequences share tokens, it is computed
+        again in the backward pass, so that the copies of shared keys and values are not kept until then."""
+        if self._shared and torch.is_grad_enabled():
+            found: Tensor = checkpoint(
+                self._attend_all, query_NHD, key_NKD, value_NKD, rule, use_reentrant=False, preserve_rng_state=False
+            )
+            return found
+        return self._attend_all(query_NHD, key_NKD, value_NKD, rule)
+
+    def _attend_all(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
+        """Compute the attention of all sequences of the pass, as :meth:`attend` does."""
+        parts = zip(
+            self._by_bucket(query_NHD, of_queries=True),
+            self._by_bucket(key_NKD),
+            self._by_bucket(value_NKD),
+            strict=True,
         )
+        chosen = [None] * len(self._buckets) if rule.choice is None else rule.choice.masks
+        outputs = [
+            self._attend(place, rows, rule, mask) for place, (rows, mask) in enumerate(zip(parts, chosen, strict=True))
+        ]
+        return self._join(outputs)
 
     def choose(self, layer: int, choose: Choose, inputs_N: tuple[Tensor, ...]) -> ChosenTokens:
         """Let the indexer of a layer choose, for each token, among the tokens before it in its sequence."""
@@ -284,68 +309,138 @@ class PackedPlan:
 
     def recur(self, key: Key, recurrence: Recurrence, inputs_N: Tensors) -> Tensor:
         """Compute a recurrence from the beginning of each sequence, with a state of zeros, and return its outputs ``[N,
-        ...]``."""
+        ...]``. Tokens that sequences share are computed for each."""
         parts = zip(*map(self._by_bucket, inputs_N), strict=True)
-        return self._join(
-            [self._recur(bucket, recurrence, rows) for bucket, rows in zip(self._buckets, parts, strict=True)]
-        )
-
-    def _by_bucket(self, tensor_N: Tensor) -> Sequence[Tensor]:
-        """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``."""
-        slots = tensor_N if self._slots is None else self._slots.spread(tensor_N)
-        parts = slots.split([bucket.num_rows * bucket.length for bucket in self._buckets])
-        return [
-            part.unflatten(0, (bucket.num_rows, bucket.length))
-            for part, bucket in zip(parts, self._buckets, strict=True)
+        outputs = [
+            bucket.own(recurrence.chunk(rows, bucket.lengths_B, None)[0]).flatten(0, 1)
+            for bucket, rows in zip(self._buckets, parts, strict=True)
         ]
+        return self._join(outputs)
+
+    def _by_bucket(self, tensor_N: Tensor, *, of_queries: bool = False) -> Sequence[Tensor]:
+        """Return the tokens of the pass as the padded rows of each bucket, ``[B, L, ...]``; with ``of_queries``, as its
+        queries, ``[B, Q, ...]``."""
+        slots = self._queries if of_queries else self._keys
+        rows = tensor_N if slots is None else slots.spread(tensor_N)
+        shapes = [
+            tuple(bucket.queries_BQ.shape) if of_queries else (bucket.num_rows, bucket.length)
+            for bucket in self._buckets
+        ]
+        parts = rows.split([count * length for count, length in shapes])
+        return [part.unflatten(0, shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def _join(self, outputs: list[Tensor]) -> Tensor:
-        """Return the outputs of all buckets' rows, one bucket after the other, as outputs ``[N, ...]`` in the order of
-        the pass."""
+        """Return the outputs of all buckets' queries, one bucket after the other, as outputs ``[N, ...]`` in the order
+        of the pass."""
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return joined if self._slots is None else self._slots.collect(joined)
+        return joined if self._queries is None else self._queries.collect(joined)
 
-    def _attend(self, bucket: _Bucket, rows: Iterable[Tensor], rule: Rule, chosen_BLL: Tensor | None) -> Tensor:
-        """Compute the attention of the sequences of one bucket, of whose rows ``rows`` are queries, keys and values.
-        ``chosen_BLL`` is true where an indexer lets a token see another; ``None`` without one."""
+    def _attend(self, place: int, rows: Iterable[Tensor], rule: Rule, chosen_BQL: Tensor | None) -> Tensor:
+        """Compute the attention of the sequences of the bucket at ``place``, of which ``rows`` are the queries, keys
+        and values. ``chosen_BQL`` is true where an indexer lets a token see another; ``None`` without one."""
+        bucket = self._buckets[place]
         query, key, value = (each.transpose(1, 2) for each in rows)
-        masked = rule.limits(bucket.length) or not rule.plain
-        mask = self._mask(bucket.length, rule, query.device) if masked else None
-        if chosen_BLL is not None:
-            mask = chosen_BLL[:, None] if mask is None else chosen_BLL[:, None] & mask
-        out_BHLD = attend_masked(query, key, value, mask, rule)
-        return out_BHLD.transpose(1, 2).flatten(0, 1)
+        masked = not bucket.whole or rule.limits(bucket.length) or not rule.plain
+        mask = self._mask(place, rule) if masked else None
+        if chosen_BQL is not None:
+            mask = chosen_BQL[:, None] if mask is None else chosen_BQL[:, None] & mask
+        out_BHQD = attend_masked(query, key, value, mask, rule)
+        return out_BHQD.transpose(1, 2).flatten(0, 1)
 
     @staticmethod
     def _choose(bucket: _Bucket, choose: Choose, inputs_BL: tuple[Tensor, ...]) -> Tensor:
-        """Return the mask ``[B, L, L]`` of the tokens that an indexer chooses in the sequences of one bucket."""
+        """Return the mask ``[B, Q, L]`` of the tokens that an indexer chooses for the queries of one bucket."""
         whole = torch.ones(bucket.length, bucket.length, dtype=torch.bool, device=inputs_BL[0].device)
-        return choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None)
+        return bucket.own(choose(inputs_BL, whole.tril().expand(bucket.num_rows, -1, -1), None))
 
-    @staticmethod
-    def _recur(bucket: _Bucket, recurrence: Recurrence, inputs_BL: Tensors) -> Tensor:
-        """Return the outputs of a recurrence over the sequences of one bucket, one row after the other."""
-        return recurrence.chunk(inputs_BL, bucket.lengths_B, None)[0].flatten(0, 1)
-
-    def _mask(self, length: int, rule: Rule, device: torch.device) -> Tensor:
-        """Return which tokens see which under ``rule`` in a sequence of ``length`` tokens, ``[length, length]`` bool;
-        masks are cached."""
-        key = length, rule.window, rule.chunk
+    def _mask(self, place: int, rule: Rule) -> Tensor:
+        """Return which tokens see which under ``rule`` in the bucket at ``place``: ``[Q, L]`` if it is the same for all
+        its sequences, otherwise ``[B, 1, Q, L]``; bool. Masks are cached."""
+        key = place, rule.window, rule.chunk
         if key not in self._masks:
-            places = torch.arange(length, device=device)
-            self._masks[key] = rule.sees(places, places)
+            bucket = self._buckets[place]
+            from_BQ = bucket.queries_BQ
+            from_BQ = from_BQ[0] if (from_BQ == from_BQ[0]).all() else from_BQ[:, None]
+            self._masks[key] = rule.sees(from_BQ, torch.arange(bucket.length, device=from_BQ.device))
         return self._masks[key]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Slots:
+    """Tokens of the sequences of one bucket in rows padded on the right, by index. Padding repeats the first token of
+    its row."""
+
+    places_BL: np.ndarray[Any, Any]
+    """The position in its sequence of each slot; padding counts on."""
+    tokens_BL: np.ndarray[Any, Any]
+    """The index in the pass of the token in each slot."""
+    padding_BL: np.ndarray[Any, Any]
+    """Whether the slot is padding."""
+
+    @classmethod
+    def of(
+        cls,
+        rows_T: np.ndarray[Any, Any],
+        starts_B: np.ndarray[Any, Any],
+        begins_B: np.ndarray[Any, Any],
+        ends_B: np.ndarray[Any, Any],
+    ) -> _Slots:
+        """Return the slots of the tokens from the positions ``begins_B`` to ``ends_B`` of sequences whose first tokens
+        are at ``starts_B`` in ``rows_T``, the indices in the pass of the tokens of all sequences."""
+        places_BL = begins_B[:, None] + np.arange(int((ends_B - begins_B).max()))
+        padding_BL = places_BL >= ends_B[:, None]
+        tokens_BL = rows_T[starts_B[:, None] + np.where(padding_BL, begins_B[:, None], places_BL)]
+        return cls(places_BL=places_BL, tokens_BL=tokens_BL, padding_BL=padding_BL)
+
+
+def _own(
+    lengths_S: np.ndarray[Any, Any], rows_T: np.ndarray[Any, Any], places_T: np.ndarray[Any, Any]
+) -> np.ndarray[Any, Any]:
+    """Return the number of tokens of each sequence that no earlier one has, ``[S]``. They are the last tokens of it.
+    ``rows_T`` are the indices in the pass of the tokens, and ``places_T`` their positions in their sequences."""
+    is_first_T = np.zeros(len(rows_T), np.bool_)
+    is_first_T[np.unique(rows_T, return_index=True)[1]] = True
+    sequence_T = np.repeat(np.arange(len(lengths_S)), lengths_S)
+    own_S = np.bincount(sequence_T[is_first_T], minlength=len(lengths_S))
+    assert (is_first_T == (places_T >= (lengths_S - own_S)[sequence_T])).all(), (
+        "sequences share their first tokens only"
+    )
+    return own_S
+
+
+def _bucket(keys: _Slots, queries: _Slots, device: torch.device | str) -> _Bucket:
+    """Return the bucket whose rows have the slots ``keys``, and whose queries have the slots ``queries``."""
+    count, length = keys.places_BL.shape
+    return _Bucket(
+        num_rows=count,
+        length=length,
+        lengths_B=torch.from_numpy((~keys.padding_BL).sum(1)).to(device),
+        queries_BQ=torch.from_numpy(queries.places_BL).to(device),
+        whole=np.array_equal(queries.places_BL, keys.places_BL),
+    )
+
+
+def _padded(parts: Sequence[_Slots], total: int, device: torch.device | str) -> PaddedSlots | None:
+    """Return the slots of all buckets as copies to and from the ``total`` tokens of the pass; ``None`` if they are the
+    tokens in order."""
+    tokens = np.concatenate([*(part.tokens_BL.ravel() for part in parts), np.zeros(0, np.int64)])
+    if np.array_equal(tokens, np.arange(total)):
+        return None
+    padding = np.concatenate([part.padding_BL.ravel() for part in parts])
+    return PaddedSlots(torch.from_numpy(tokens).to(device), torch.from_numpy(padding).to(device))
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:
     """Compute attention ``[B, H, Lq, D]`` over keys and values ``[B, K, Lk, D]``. A boolean ``mask`` is true where a
-    query sees a key; a float mask is added to the scores; without a mask attention is causal.
+    query sees a key; a float mask is added to the scores; without a mask attention is causal. A mask is the same for
+    all heads: ``[Lq, Lk]``, or ``[B, 1, Lq, Lk]``.
     """
     if rule.plain:
         return F.scaled_dot_product_attention(
             query, key, value, mask, scale=rule.scale, is_causal=mask is None, enable_gqa=query.shape[1] != key.shape[1]
         )
     assert mask is not None
+    mask = mask[:, None] if mask.dim() == 4 else mask
     grouped = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
     scores = torch.matmul(grouped, key[:, :, None].transpose(-1, -2)) * rule.scale
     if rule.softcap is not None:

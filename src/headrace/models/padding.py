@@ -4,9 +4,10 @@
     tokens [N, ...] ◀── collect: token n is in slot slot_N[n] ─────────────────────────────────────┘
 
 Each of the two is the backward pass of the other, so that both passes are copies of rows. Torch's own backward of such
-a copy adds row by row into zeros, once for every group of rows.
+a copy adds row by row into zeros, once for every group of rows. If several sequences share a token, it has a slot in
+each; the gradient of the token is then the sum of theirs.
 
-Shape legend: N tokens, S slots, padding included.
+Shape legend: N tokens, S slots, padding included, R slots without padding.
 """
 
 from __future__ import annotations
@@ -16,32 +17,39 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 CopyRows = Callable[[Tensor], Tensor]
-"""Returns rows of a tensor in another order, some of them several times or not at all."""
+"""Returns rows of a tensor in another order, some of them several times, not at all, or summed."""
 
 
 class PaddedSlots:
-    """The slot of every token of a pass, and the copies between tokens and slots. Padding repeats a token of its row;
+    """The slots of every token of a pass, and the copies between tokens and slots. Padding repeats a token of its row;
     where attention is causal, nothing depends on it, so its gradient is 0."""
 
-    def __init__(self, token_S: Tensor, slot_N: Tensor, *, shared: bool) -> None:
-        """``token_S`` is the token in each slot, and ``slot_N`` one slot of each token. If sequences share tokens
-        (``shared``), a token has several slots, and torch sums their gradients."""
-        self._token_S, self._slot_N, self._shared = token_S, slot_N, shared
-        is_unread = torch.ones(len(token_S), dtype=torch.bool, device=token_S.device)
-        is_unread[slot_N] = False
-        self._unread = is_unread.nonzero().flatten()
+    def __init__(self, token_S: Tensor, is_padding_S: Tensor) -> None:
+        """``token_S`` is the token in each slot; every token has one. ``is_padding_S`` says which slots are padding."""
+        self._token_S = token_S
+        self._padding = is_padding_S.nonzero().flatten()
+        slots_R = (~is_padding_S).nonzero().flatten()
+        order_R = token_S[slots_R].argsort(stable=True)
+        self._slots_R = slots_R[order_R]
+        """The slots of token 0, then those of token 1, and so on."""
+        counts_N = token_S[slots_R].bincount()
+        self._first_N = counts_N.cumsum(0) - counts_N
+        """The index in ``_slots_R`` of each token's first slot."""
+        self._shared = len(slots_R) > len(counts_N)
 
     def spread(self, tensor: Tensor) -> Tensor:
         """Return the slots ``[S, ...]``, padding included, that hold the tokens ``[N, ...]``; with gradients."""
-        if self._shared or not tensor.requires_grad:
+        if not tensor.requires_grad:
             return self._into_slots(tensor)
         found: Tensor = _Copy.apply(tensor, self._into_slots, self._out_of_slots)  # type: ignore[no-untyped-call]
         return found
 
     def collect(self, tensor: Tensor) -> Tensor:
-        """Return the tokens ``[N, ...]`` out of the slots ``[S, ...]``; with gradients."""
+        """Return the tokens ``[N, ...]`` out of the slots ``[S, ...]``, where each token has one; with gradients."""
+        assert not self._shared
         if not tensor.requires_grad:
             return self._out_of_slots(tensor)
         found: Tensor = _Copy.apply(tensor, self._out_of_slots, self._into_slots_read)  # type: ignore[no-untyped-call]
@@ -52,14 +60,16 @@ class PaddedSlots:
         return tensor.index_select(0, self._token_S)
 
     def _into_slots_read(self, tensor: Tensor) -> Tensor:
-        """Return the tokens ``[N, ...]`` copied into the slots that :meth:`collect` reads, with zeros in the others:
+        """Return the tokens ``[N, ...]`` copied into the slots that :meth:`collect` reads, with zeros in the padding:
         the gradient of what :meth:`collect` does."""
-        return self._into_slots(tensor).index_fill_(0, self._unread, 0)
+        return self._into_slots(tensor).index_fill_(0, self._padding, 0)
 
     def _out_of_slots(self, tensor: Tensor) -> Tensor:
-        """Return the tokens ``[N, ...]`` copied out of their slots ``[S, ...]``; a token with several slots is read
-        from one."""
-        return tensor.index_select(0, self._slot_N)
+        """Return, for each token ``[N, ...]``, the sum of its slots ``[S, ...]``."""
+        if not self._shared:
+            return tensor.index_select(0, self._slots_R)
+        summed: Tensor = F.embedding_bag(self._slots_R, tensor.flatten(1), self._first_N, mode="sum")
+        return summed.view(-1, *tensor.shape[1:])
 
 
 class _Copy(torch.autograd.Function):

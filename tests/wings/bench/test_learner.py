@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
 
 from headrace.models.tiny import TinySpec
 from headrace.wings.bench import learner, learner_worker, run_benchmark
+from headrace.wings.bench.learner_trees import paths_of, tree_cases
 
 ORDER = {"prompt": 3, "lengths": [1, 4, 2, 2, 2, 2, 2, 2, 7, 1], "vocab": 20, "seed": 5}
 
@@ -20,11 +23,11 @@ def test_a_quick_run_measures_every_figure(monkeypatch: pytest.MonkeyPatch) -> N
     assert by_side["learner"]["tok_s"] > 0
     assert by_side["padded"]["peak_mb"] > by_side["padded"]["loaded_mb"] > 0
     assert [row["what"].split(",")[0] for row in report.rows if "on_s" in row] == [
-        "shared prefixes", "LoRA of rank 16 instead of all weights", "routing replay",
+        "shared prefixes", "LoRA of rank 16 instead of all weights", "routing replay", *["prefix trees"] * 4,
     ]  # fmt: skip
     assert 0 < next(row["used"] for row in report.rows if "used" in row) < 1
     assert [target.target for target in report.targets[:2]] == [">= 2", ">= 0.55"]
-    assert len(report.targets) == 4
+    assert len(report.targets) == 12
 
 
 def test_operations_are_those_of_matrices_head_and_attention() -> None:
@@ -70,3 +73,15 @@ def test_the_ways_to_logprobs_agree() -> None:
     dense_P, chunked_P, tiled_P = (way(hidden_PD, weight_VD, ids_P) for way in ways)
     torch.testing.assert_close(chunked_P, dense_P, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(tiled_P, dense_P, rtol=1e-5, atol=1e-5)
+
+
+def test_the_trees_of_the_benchmark_have_the_rows_that_it_names() -> None:
+    """Of distinct ids, so that nothing is alike by chance."""
+    rows = []
+    for case in tree_cases(quick=False):
+        numbers = itertools.count()
+        paths = paths_of(case.shape, lambda count, n=numbers: np.array([next(n) for _ in range(count)]))
+        begun = {tuple(ids[:place].tolist()) for ids in paths.ids_S for place in range(1, len(ids) + 1)}
+        rows.append((sum(map(len, paths.ids_S)), len(begun)))
+        assert all(prompt < len(ids) for prompt, ids in zip(paths.prompts_S, paths.ids_S, strict=True))
+    assert rows == [(5376, 2816), (8064, 3712), (40400, 6336), (5376, 5376)]

@@ -31,11 +31,15 @@ from headrace.models.tiny import TinySpec, make_tiny
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.wings.bench.engine import EXPERTS, LARGE, SMALL, Measurement, lognormal
 from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.learner_trees import TreeCase, tree_cases
 
 WORKER = "headrace.wings.bench.learner_worker"
 ROUNDS = 3
 FIXED_MB = 32.0
 """Memory for log π beyond twice the gradient of the head: tiles, and columns of the tokens."""
+
+MORE_MEMORY = 1.01
+"""Peak memory of a process by that of another which is as good as equal: pages of freed memory differ that much."""
 
 Request = dict[str, Any]
 Rounds = list[tuple[dict[str, Any], dict[str, Any]]]
@@ -104,8 +108,8 @@ class _LearnerBench:
 
 def measure(on_progress: Callable[[str], None], *, threads: int | None = None, quick: bool = False) -> Report:
     """Run all measurements and return their report: the learner beside a padded loop, shared prefixes, an adapter,
-    replayed routing, and the memory of log π. ``threads`` is the number per process (unset: all cores); with ``quick``
-    everything is small and the figures mean nothing."""
+    replayed routing, prefix trees, and the memory of log π. ``threads`` is the number per process (unset: all cores);
+    with ``quick`` everything is small and the figures mean nothing."""
     found: list[Measurement] = []
     with tempfile.TemporaryDirectory(prefix="headrace-bench-") as scratch:
         bench = _LearnerBench(
@@ -120,6 +124,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             found.append(_shared_prefixes(bench, ours))
             found.append(_lora(bench, ours))
             found.append(_replay(bench, ours))
+        found += [_tree(bench, model, case) for case in tree_cases(quick=quick)]
         found.append(_head(bench, model))
     rows: list[Row] = [{"what": "threads of each side", "threads": threads or num_cores()}]
     targets: list[Target] = []
@@ -201,6 +206,24 @@ def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     return [_on_off(what, rounds)], []
 
 
+def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
+    """Compare steps over the samples of ``case`` by a learner with default settings with steps that compute every
+    sample whole. Each side has a process of its own, so that its peak memory is its own. Return one row and two
+    targets."""
+    request = make_request(bench.sizes.spec, bench.sizes.prompt, (), tree=case.shape)
+    what = f"prefix trees, {case.what}"
+    with ExitStack() as stack:
+        on, off = (bench.open("learner", model, stack) for _ in range(2))
+        rounds = _alternate(bench, what, (on, {**request, "settings": {"share_prefixes": "auto"}}), (off, request))
+    _assert_same_work(rounds)
+    peak_mb, whole_mb = (rounds[-1][at]["peak_bytes"] / 2**20 for at in (0, 1))
+    memory: Row = {"tokens": rounds[-1][0]["tokens"], "peak_mb": peak_mb, "peak_mb of whole samples": whole_mb}
+    return [{**_on_off(what, rounds), **memory}], [
+        at_least(f"{what}: times faster", _ratio(rounds), case.least, "ratio"),
+        at_most(f"{what}: peak memory by that of whole samples", peak_mb / whole_mb, MORE_MEMORY, "ratio"),
+    ]
+
+
 def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps that train a LoRA adapter of rank 16 with steps that train all weights. Return one row, and no
     target."""
@@ -259,7 +282,7 @@ def _alternate(
     at the beginning of every round."""
     bench.on_progress(f"{what}: warming up")
     for side, request in (one, other):
-        side.call({**request, "lengths": [16] * 8, "seed": 0})
+        side.call({**request, "tree": None, "lengths": [16] * 8, "seed": 0})
     rounds: Rounds = []
     for turn in range(bench.sizes.rounds):
         bench.on_progress(f"{what}: round {turn}")

@@ -28,6 +28,7 @@ from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 from headrace.learner.products import product
+from headrace.wings.bench.learner_trees import Draw, Ids, Paths, paths_of
 
 GROUP = 8
 """Number of samples per prompt, and of rows of a padded batch."""
@@ -49,25 +50,43 @@ class LearnerSide(Protocol):
 
 def batch_of(step: int, request: Mapping[str, Any]) -> Batch:
     """Return a batch for training step ``step``: random answers of ``request["lengths"]`` tokens to prompts of
-    ``request["prompt"]`` tokens, one prompt for each group of 8. Equal requests give equal samples at any step."""
+    ``request["prompt"]`` tokens, one prompt for each group of 8; with ``request["tree"]``, the samples that it
+    describes. Equal requests give equal samples at any step."""
     rng = np.random.default_rng(request["seed"])
-    prompt, lengths_S = request["prompt"], request["prompt"] + np.array(request["lengths"], np.int32)
-    groups_S = (np.arange(len(lengths_S)) // GROUP).astype(np.int32)
-    prompts = rng.integers(3, request["vocab"], (int(groups_S[-1]) + 1, prompt))
-    answers = [rng.integers(3, request["vocab"], length) for length in request["lengths"]]
-    mask_N = np.concatenate([np.arange(length) >= prompt for length in lengths_S])
-    advantages_S = rng.normal(size=len(lengths_S))
-    parts = [part for group, answer in zip(groups_S, answers, strict=True) for part in (prompts[group], answer)]
+
+    def draw(count: int) -> Ids:
+        """Return random ids."""
+        return rng.integers(3, request["vocab"], count)
+
+    paths = paths_of(request["tree"], draw) if request.get("tree") else _answers(request, draw)
+    lengths_S = np.array([len(ids) for ids in paths.ids_S], np.int32)
+    mask_N = np.concatenate(
+        [np.arange(length) >= prompt for length, prompt in zip(lengths_S, paths.prompts_S, strict=True)]
+    )
     return Batch(
         step=step,
         lengths_S=lengths_S,
-        groups_S=groups_S,
+        groups_S=np.array(paths.groups_S, np.int32),
         episodes_S=np.arange(len(lengths_S), dtype=np.int32),
-        ids_N=np.concatenate(parts).astype(np.int32),
+        ids_N=np.concatenate(paths.ids_S).astype(np.int32),
         mask_N=mask_N,
         logprobs_N=np.where(mask_N, -np.log(request["vocab"]), 0).astype(np.float32),
         versions_N=np.where(mask_N, step, -1).astype(np.int32),
-        advantages_N=np.repeat(advantages_S, lengths_S).astype(np.float32),
+        advantages_N=np.repeat(rng.normal(size=len(lengths_S)), lengths_S).astype(np.float32),
+    )
+
+
+def _answers(request: Mapping[str, Any], draw: Draw) -> Paths:
+    """Return answers to prompts, a prompt for each group of 8."""
+    groups_S = [place // GROUP for place in range(len(request["lengths"]))]
+    prompts = [draw(request["prompt"]) for _ in range(groups_S[-1] + 1)]
+    return Paths(
+        ids_S=[
+            np.concatenate([prompts[group], draw(length)])
+            for group, length in zip(groups_S, request["lengths"], strict=True)
+        ],
+        prompts_S=[request["prompt"]] * len(groups_S),
+        groups_S=groups_S,
     )
 
 
@@ -114,6 +133,7 @@ class OwnLearner:
         return {
             "seconds": report.seconds,
             "grad_norm": report.metrics["grad_norm"],
+            "tokens": batch.num_tokens,
             "loaded_bytes": self._loaded_bytes,
             "peak_bytes": memory_bytes("VmHWM"),
         }
