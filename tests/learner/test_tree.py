@@ -151,11 +151,14 @@ def test_a_tree_beyond_the_budget_is_cut_where_the_fewest_tokens_are_computed_ag
     assert sum(unit.num_rows(lengths) for unit in units) == best_cut(lengths[whole.samples], whole.shared_K, budget)
 
 
-def test_trees_are_no_larger_than_the_best_pass_and_every_rank_has_one():
+def test_trees_are_cut_for_cache_and_ranks_where_little_is_computed_again():
     batch = batch_of([([1, *range(2 + 10 * n, 11 + 10 * n)], 1) for n in range(8)], [0] * 8)  # one token in common
     lengths = lengths_of(batch)
     assert [len(unit.samples) for unit in units_of(batch)] == [8]
-    assert max(unit.num_rows(lengths) for unit in units_of(batch, best=30)) <= 30
+    assert max(unit.num_rows(lengths) for unit in units_of(batch, best=30)) <= 36
+    long = batch_of([([*range(100), *range(100 + 10 * n, 110 + 10 * n)], 1) for n in range(8)], [0] * 8)
+    assert [len(unit.samples) for unit in units_of(long, best=30)] == [8]
+    assert [len(unit.samples) for unit in units_of(long, best=30, ranks=2)] == [4, 4]
     assert len(units_of(batch, ranks=4)) >= 4
     ranks = plan(batch.lengths_S, units_of(batch, ranks=4), Packing(budget=10**9, num_ranks=4))
     assert [len(rank[0].samples_K) for rank in ranks] == [2, 2, 2, 2]

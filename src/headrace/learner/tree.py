@@ -30,6 +30,9 @@ from headrace.base.types.batch import Batch
 from headrace.base.types.recorded import Routing
 from headrace.learner.packing import Index, Packing, Unit
 
+SLOWER = 1 / 6
+"""The part by which a token of a pass beyond the best size for a CPU's cache is slower than others
+(:data:`~headrace.learner.cost.CACHED_NUMBERS`)."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 """An odd factor that spreads the bits of a key: 2⁶⁴ divided by the golden ratio."""
 
@@ -90,24 +93,23 @@ def cut_tree(tree: Unit, lengths_S: Index, packing: Packing) -> list[Unit]:
     computed. ``lengths_S`` are the lengths of all samples of the batch.
 
     A cut computes the tokens that a sample shares with the sample before it again: the path of the subtree, and nothing
-    else. No subtree is larger than a micro-batch without trees would be, and so needs no more memory: than
-    ``packing.budget``, and than the best size for the CPU's cache or, if it is longer, the longest sample. A subtree
-    that is larger than a rank's part of all tokens is cut as well, since other ranks would wait for it. Where samples
-    share nothing, there is always a cut. A sample that fits into no micro-batch is a unit of its own.
+    else. A tree beyond ``packing.budget`` is always cut. Another is cut if that costs less than a pass that is larger
+    than the best for the CPU's cache, or larger than a rank's part of all tokens, for which other ranks would wait.
+    Where samples share nothing, there is always a cut. A sample that fits into no micro-batch is a unit of its own.
     """
     shared_K = tree.shared_K
     rows_K = np.concatenate([[0], np.cumsum(lengths_S[tree.samples] - shared_K)])
     fair = -(-int(rows_K[-1]) // packing.num_ranks)
-    longest = int(lengths_S[tree.samples].max(initial=0))
-    most = min(packing.budget, max(packing.cost.best_rows or packing.budget, longest))
+    best = packing.cost.best_rows or packing.budget
     cost_K, begins_K = np.zeros(len(rows_K)), np.zeros(len(rows_K), np.int64)
     root = 0
     for end in range(1, len(rows_K)):
         root = end - 1 if shared_K[end - 1] == 0 else root
         begins = np.arange(end - 1, root - 1, -1)  # among equals, the shortest unit leaves the most freedom
         rows = rows_K[end] - rows_K[begins] + shared_K[begins]
-        cost = cost_K[begins] + shared_K[begins] + np.maximum(rows - fair, 0)
-        cost[1:][rows[1:] > most] = np.inf
+        slower = SLOWER * np.maximum(rows - best, 0) + np.maximum(rows - fair, 0)
+        cost = cost_K[begins] + shared_K[begins] + slower
+        cost[1:][rows[1:] > packing.budget] = np.inf
         chosen = int(np.argmin(cost))
         cost_K[end], begins_K[end] = cost[chosen], begins[chosen]
     units: list[Unit] = []

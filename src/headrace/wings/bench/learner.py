@@ -38,6 +38,8 @@ ROUNDS = 3
 FIXED_MB = 32.0
 """Memory for log π beyond twice the gradient of the head: tiles, and columns of the tokens."""
 
+PASSES = {"tokens_per_microbatch": 1600}
+"""Settings with which passes of whole samples and of trees are of about the same size."""
 MORE_MEMORY = 1.01
 """Peak memory of a process by that of another which is as good as equal: pages of freed memory differ that much."""
 
@@ -207,14 +209,19 @@ def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
-    """Compare steps over the samples of ``case`` by a learner with default settings with steps that compute every
-    sample whole. Each side has a process of its own, so that its peak memory is its own. Return one row and two
-    targets."""
+    """Compare steps over the samples of ``case`` by a learner that shares as it does by default with steps that compute
+    every sample whole, in micro-batches of the same size. Each side has a process of its own, so that its peak memory
+    is its own. Return one row and two targets."""
     request = make_request(bench.sizes.spec, bench.sizes.prompt, (), tree=case.shape)
     what = f"prefix trees, {case.what}"
     with ExitStack() as stack:
         on, off = (bench.open("learner", model, stack) for _ in range(2))
-        rounds = _alternate(bench, what, (on, {**request, "settings": {"share_prefixes": "auto"}}), (off, request))
+        rounds = _alternate(
+            bench,
+            what,
+            (on, {**request, "settings": {**PASSES, "share_prefixes": "auto"}}),
+            (off, {**request, "settings": PASSES}),
+        )
     _assert_same_work(rounds)
     peak_mb, whole_mb = (rounds[-1][at]["peak_bytes"] / 2**20 for at in (0, 1))
     memory: Row = {"tokens": rounds[-1][0]["tokens"], "peak_mb": peak_mb, "peak_mb of whole samples": whole_mb}
