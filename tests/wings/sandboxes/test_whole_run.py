@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -72,3 +75,29 @@ def test_a_task_is_walked_before_a_run_with_its_own_solution(tmp_path: Path) -> 
     report = check_env("shell", rows=load_rows(broken), options=options)
     assert "task_setup" in str(report)
     assert not report.ok
+
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "repairs.py"
+PATHS = {"model.path": "model", "data.path": "train", "data.eval_path": "held_out", "run.dir": "run"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_small_repairs_are_learned_from_branches_that_resume_their_worlds(tmp_path: Path) -> None:
+    """The example as it stands: most first programs fail, and branches from within them say which repair was wrong."""
+    subprocess.run([sys.executable, EXAMPLE, tmp_path], check=True)
+    overrides = [
+        *(f"{name}={tmp_path / path}" for name, path in PATHS.items()),
+        *("launch.engine_threads=1", "launch.learner_threads=1", "observe.view=none", "observe.report=false"),
+    ]
+    summary = train(EXAMPLE.with_suffix(".toml"), overrides=overrides)
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rewards = [step["reward_mean"] for step in steps]
+    assert sum(rewards[:5]) / 5 < 0.3
+    assert sum(rewards[-5:]) / 5 > 0.7
+    assert summary.eval_before is not None
+    assert summary.eval_after is not None
+    assert summary.eval_before < 0.3
+    assert summary.eval_after > 0.7
+    assert sum(step["metrics"].get("pivots/branches", 0) for step in steps) > 500
+    assert not any("branch_env_differs" in warning for warning in summary.warnings)
