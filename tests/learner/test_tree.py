@@ -158,7 +158,8 @@ def test_trees_are_cut_for_cache_and_ranks_where_little_is_computed_again():
     assert max(unit.num_rows(lengths) for unit in units_of(batch, best=30)) <= 36
     long = batch_of([([*range(100), *range(100 + 10 * n, 110 + 10 * n)], 1) for n in range(8)], [0] * 8)
     assert [len(unit.samples) for unit in units_of(long, best=30)] == [8]
-    assert [len(unit.samples) for unit in units_of(long, best=30, ranks=2)] == [4, 4]
+    assert [unit.num_rows(lengths_of(long)) for unit in units_of(long, best=30, ranks=2)] == [150, 130]
+    assert [len(unit.samples) for unit in units_of(long, best=30, ranks=8)] == [1] * 8
     assert len(units_of(batch, ranks=4)) >= 4
     ranks = plan(batch.lengths_S, units_of(batch, ranks=4), Packing(budget=10**9, num_ranks=4))
     assert [len(rank[0].samples_K) for rank in ranks] == [2, 2, 2, 2]

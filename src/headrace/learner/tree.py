@@ -21,6 +21,7 @@ Shape legend: N tokens of the batch, S samples of the batch, K samples of one tr
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -33,6 +34,8 @@ from headrace.learner.packing import Index, Packing, Unit
 SLOWER = 1 / 6
 """The part by which a token of a pass beyond the best size for a CPU's cache is slower than others
 (:data:`~headrace.learner.cost.CACHED_NUMBERS`)."""
+RANK_PARTS = (1.0, 1.25, 1.5, 1.75, 2.0, 3.0)
+"""Bounds on the size of a subtree that are tried for several ranks, as multiples of a rank's part of all tokens."""
 _MIX = np.uint64(0x9E3779B97F4A7C15)
 """An odd factor that spreads the bits of a key: 2⁶⁴ divided by the golden ratio."""
 
@@ -94,32 +97,70 @@ def cut_tree(tree: Unit, lengths_S: Index, packing: Packing) -> list[Unit]:
 
     A cut computes the tokens that a sample shares with the sample before it again: the path of the subtree, and nothing
     else. A tree beyond ``packing.budget`` is always cut. Another is cut if that costs less than a pass that is larger
-    than the best for the CPU's cache, or larger than a rank's part of all tokens, for which other ranks would wait.
-    Where samples share nothing, there is always a cut. A sample that fits into no micro-batch is a unit of its own.
+    than the best for the CPU's cache. With several ranks, of a few bounds on the size of a subtree that one is taken
+    with which the busiest rank computes the fewest tokens. Where samples share nothing, there is always a cut. A sample
+    that fits into no micro-batch is a unit of its own.
     """
+    best = packing.cost.best_rows or packing.budget
+    units = _cut(tree, lengths_S, packing.budget, best)
+    if packing.num_ranks == 1:
+        return units
+    part = sum(unit.num_rows(lengths_S) for unit in units) / packing.num_ranks
+    bounds = [int(part * factor) for factor in RANK_PARTS]
+    cuts = [units, *(_cut(tree, lengths_S, bound, best) for bound in bounds if bound < packing.budget)]
+    return min(cuts, key=lambda units: _busiest(units, lengths_S, packing.num_ranks))
+
+
+def _busiest(units: Sequence[Unit], lengths_S: Index, num_ranks: int) -> float:
+    """Return the number of tokens that the busiest of the ranks computes, if ``units`` are dealt well: those of the
+    largest unit, or a rank's part of all."""
+    rows = [unit.num_rows(lengths_S) for unit in units]
+    return max(max(rows, default=0), sum(rows) / num_ranks)
+
+
+def _cut(tree: Unit, lengths_S: Index, budget: int, best: int) -> list[Unit]:
+    """Divide a tree into subtrees of at most ``budget`` tokens, so that the fewest are computed, where each token
+    beyond the ``best`` size of a pass counts more by :data:`SLOWER`."""
     shared_K = tree.shared_K
     rows_K = np.concatenate([[0], np.cumsum(lengths_S[tree.samples] - shared_K)])
-    fair = -(-int(rows_K[-1]) // packing.num_ranks)
-    best = packing.cost.best_rows or packing.budget
-    cost_K, begins_K = np.zeros(len(rows_K)), np.zeros(len(rows_K), np.int64)
-    root = 0
-    for end in range(1, len(rows_K)):
-        root = end - 1 if shared_K[end - 1] == 0 else root
-        begins = np.arange(end - 1, root - 1, -1)  # among equals, the shortest unit leaves the most freedom
-        rows = rows_K[end] - rows_K[begins] + shared_K[begins]
-        slower = SLOWER * np.maximum(rows - best, 0) + np.maximum(rows - fair, 0)
-        cost = cost_K[begins] + shared_K[begins] + slower
-        cost[1:][rows[1:] > packing.budget] = np.inf
-        chosen = int(np.argmin(cost))
-        cost_K[end], begins_K[end] = cost[chosen], begins[chosen]
     units: list[Unit] = []
-    end = len(tree.samples)
-    while end:
-        begin = int(begins_K[end])
-        shared = np.concatenate([[0], shared_K[begin + 1 : end]])
-        units.append(Unit(samples=tree.samples[begin:end], shared_K=shared))
-        end = begin
-    return units[::-1]
+    for root, stop in pairwise([*np.flatnonzero(shared_K == 0).tolist(), len(shared_K)]):
+        if rows_K[stop] - rows_K[root] <= min(best, budget):
+            units.append(_subtree(tree, root, stop))
+            continue
+        begins_K = root + _cheapest(shared_K[root:stop], rows_K[root : stop + 1], budget, best)
+        cuts = [stop]
+        while cuts[-1] > root:
+            cuts.append(int(begins_K[cuts[-1] - 1 - root]))
+        units += [_subtree(tree, begin, end) for begin, end in pairwise(cuts[::-1])]
+    return units
+
+
+def _subtree(tree: Unit, begin: int, end: int) -> Unit:
+    """Return the samples from ``begin`` to ``end`` of a tree as a unit, whose first sample shares nothing."""
+    shared_K = np.concatenate([[0], tree.shared_K[begin + 1 : end]])
+    return Unit(samples=tree.samples[begin:end], shared_K=shared_K)
+
+
+def _cheapest(shared_K: Index, rows_K: Index, budget: int, best: int) -> Index:
+    """Return where the last unit begins in the cheapest division of the first sample, of the first two, and so on up to
+    all samples of one tree, ``[K]``. ``rows_K`` are the sums of the tokens that samples do not share with the one
+    before, from 0 on."""
+    begins_K = np.zeros(len(shared_K), np.int64)
+    more_K = shared_K - rows_K[:-1]
+    cost_K = np.zeros(len(shared_K))  # of all before a sample, and of the path that a unit which begins there repeats
+    first = 0
+    for end in range(1, len(rows_K)):
+        while first < end - 1 and rows_K[end] - rows_K[first] > budget:
+            first += 1
+        rows = rows_K[end] + more_K[first:end]
+        cost = cost_K[first:end] + SLOWER * np.maximum(rows - best, 0)
+        cost[:-1][rows[:-1] > budget] = np.inf
+        chosen = len(rows) - 1 - int(np.argmin(cost[::-1]))  # among equals, the shortest unit leaves the most freedom
+        begins_K[end - 1] = first + chosen
+        if end < len(shared_K):
+            cost_K[end] = cost[chosen] + shared_K[end]
+    return begins_K
 
 
 def _keys(batch: Batch) -> npt.NDArray[np.uint64]:
