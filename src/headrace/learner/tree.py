@@ -55,29 +55,44 @@ class PrefixTrees:
     def of(self, samples: Index) -> Unit:
         """Return the tree of the chosen ``samples``, indices into the batch, as one unit of any size. Samples whose
         beginnings are equal keep the order of the batch."""
-        order = sorted(np.sort(samples).tolist(), key=lambda sample: self._keys_N[self._tokens(sample)].tobytes())
-        shared = [self._common(one, other) for one, other in pairwise(order)]
-        return Unit(samples=np.array(order, np.int64), shared_K=np.array([0, *shared][: len(order)], np.int64))
+        order = np.array(
+            sorted(np.sort(samples).tolist(), key=lambda sample: self._keys_N[self._tokens(sample)].tobytes()), np.int64
+        )
+        shared_K = np.zeros(len(order), np.int64)
+        if len(order) > 1:
+            shared_K[1:] = self._common_keys(order)
+        if self._batch.routing is not None:  # keys of tokens with recorded experts may agree by accident
+            routing = self._batch.routing
+            for place in np.flatnonzero(shared_K):
+                one, other = order[place - 1 : place + 1].tolist()
+                shared_K[place] = self._common(routing, one, other, int(shared_K[place]))
+        return Unit(samples=order, shared_K=shared_K)
 
     def _tokens(self, sample: int) -> slice:
         """Return the place of a sample's tokens in the columns of the batch."""
         start = int(self._starts_S[sample])
         return slice(start, start + int(self._lengths_S[sample]))
 
-    def _common(self, one: int, other: int) -> int:
-        """Return the number of first tokens of two samples that have the same ids and the same recorded experts, or
-        both none. Keys may agree by accident, so the tokens themselves are compared."""
-        first, second = self._tokens(one), self._tokens(other)
-        length = min(first.stop - first.start, second.stop - second.start)
-        first, second = slice(first.start, first.start + length), slice(second.start, second.start + length)
+    def _common_keys(self, order: Index) -> Index:
+        """Return, for each sample in ``order`` but the first, the number of first tokens whose keys are those of the
+        sample before it."""
+        lengths = np.minimum(self._lengths_S[order[1:]], self._lengths_S[order[:-1]])
+        firsts = np.cumsum(lengths) - lengths
+        places = np.arange(int(lengths.sum())) - np.repeat(firsts, lengths)
+        before, own = (np.repeat(self._starts_S[each], lengths) + places for each in (order[:-1], order[1:]))
+        differs = self._keys_N[before] != self._keys_N[own]
+        pairs = np.repeat(np.arange(len(lengths)), lengths)[differs]
+        found, at = np.unique(pairs, return_index=True)
+        lengths[found] = places[differs][at]
+        return lengths
+
+    def _common(self, routing: Routing, one: int, other: int, length: int) -> int:
+        """Return how many of the ``length`` first tokens of two samples have the same ids and the same recorded
+        experts, or both none, up to the first that do not."""
+        first, second = (slice(start, start + length) for start in (self._starts_S[[one, other]]).tolist())
         same = self._batch.ids_N[first] == self._batch.ids_N[second]
-        if self._batch.routing is not None:
-            known_N = self._batch.routing.known_T
-            same &= known_N[first] == known_N[second]
-        length = _until_false(same)
-        return (
-            length if self._batch.routing is None else self._common_experts(self._batch.routing, first, second, length)
-        )
+        same &= routing.known_T[first] == routing.known_T[second]
+        return self._common_experts(routing, first, second, _until_false(same))
 
     def _common_experts(self, routing: Routing, first: slice, second: slice, length: int) -> int:
         """Return how many of the ``length`` tokens that begin at the slices ``first`` and ``second`` were computed by
