@@ -218,6 +218,8 @@ class _Bucket:
     """The position of each query in its row; its own tokens come first, and padding follows."""
     whole: bool
     """Whether all tokens of all rows are queries."""
+    alike: bool
+    """Whether the queries of all rows have the same positions."""
 
     def own(self, rows_BL: Tensor) -> Tensor:
         """Return the entries ``[B, Q, ...]`` of the queries, of the tokens ``[B, L, ...]``."""
@@ -360,7 +362,7 @@ class PackedPlan:
         if key not in self._masks:
             bucket = self._buckets[place]
             from_BQ = bucket.queries_BQ
-            from_BQ = from_BQ[0] if (from_BQ == from_BQ[0]).all() else from_BQ[:, None]
+            from_BQ = from_BQ[0] if bucket.alike else from_BQ[:, None]
             self._masks[key] = rule.sees(from_BQ, torch.arange(bucket.length, device=from_BQ.device))
         return self._masks[key]
 
@@ -417,6 +419,7 @@ def _bucket(keys: _Slots, queries: _Slots, device: torch.device | str) -> _Bucke
         lengths_B=torch.from_numpy((~keys.padding_BL).sum(1)).to(device),
         queries_BQ=torch.from_numpy(queries.places_BL).to(device),
         whole=np.array_equal(queries.places_BL, keys.places_BL),
+        alike=bool((queries.places_BL == queries.places_BL[:1]).all()),
     )
 
 
@@ -427,7 +430,7 @@ def _padded(parts: Sequence[_Slots], total: int, device: torch.device | str) -> 
     if np.array_equal(tokens, np.arange(total)):
         return None
     padding = np.concatenate([part.padding_BL.ravel() for part in parts])
-    return PaddedSlots(torch.from_numpy(tokens).to(device), torch.from_numpy(padding).to(device))
+    return PaddedSlots(tokens, padding, device)
 
 
 def attend_masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, rule: Rule) -> Tensor:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -27,16 +29,19 @@ class PaddedSlots:
     """The slots of every token of a pass, and the copies between tokens and slots. Padding repeats a token of its row;
     where attention is causal, nothing depends on it, so its gradient is 0."""
 
-    def __init__(self, token_S: Tensor, is_padding_S: Tensor) -> None:
-        """``token_S`` is the token in each slot; every token has one. ``is_padding_S`` says which slots are padding."""
-        self._token_S = token_S
-        self._padding = is_padding_S.nonzero().flatten()
-        slots_R = (~is_padding_S).nonzero().flatten()
-        order_R = token_S[slots_R].argsort(stable=True)
-        self._slots_R = slots_R[order_R]
+    def __init__(
+        self, token_S: npt.NDArray[np.int64], is_padding_S: npt.NDArray[np.bool_], device: torch.device | str
+    ) -> None:
+        """``token_S`` is the token in each slot; every token has one. ``is_padding_S`` says which slots are padding.
+        The copies are made on ``device``, and what they need is worked out here, so that nothing waits for it."""
+        slots_R = np.flatnonzero(~is_padding_S)
+        slots_R = slots_R[np.argsort(token_S[slots_R], kind="stable")]
+        counts_N = np.bincount(token_S[slots_R])
+        self._token_S = torch.from_numpy(token_S).to(device)
+        self._padding = torch.from_numpy(np.flatnonzero(is_padding_S)).to(device)
+        self._slots_R = torch.from_numpy(slots_R).to(device)
         """The slots of token 0, then those of token 1, and so on."""
-        counts_N = token_S[slots_R].bincount()
-        self._first_N = counts_N.cumsum(0) - counts_N
+        self._first_N = torch.from_numpy(np.cumsum(counts_N) - counts_N).to(device)
         """The index in ``_slots_R`` of each token's first slot."""
         self._shared = len(slots_R) > len(counts_N)
 

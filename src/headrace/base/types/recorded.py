@@ -91,8 +91,10 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.sizes_T)
 
     def __getitem__(self, span: slice) -> KeptSets:
-        """Return the kept-sets of the tokens in the slice ``span``."""
-        return self.take(np.arange(len(self))[span])
+        """Return the kept-sets of the tokens in the slice ``span``, which has no step, without a copy."""
+        sizes_T = self.sizes_T[span]
+        first = int(self.sizes_T[: span.indices(len(self))[0]].sum())
+        return KeptSets(ids_E=self.ids_E[first : first + int(sizes_T.sum())], sizes_T=sizes_T)
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,8 +145,10 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.known_T)
 
     def __getitem__(self, span: slice) -> Routing:
-        """Return the routing of the tokens in the slice ``span``."""
-        return self.take(np.arange(len(self))[span])
+        """Return the routing of the tokens in the slice ``span``, which has no step, without a copy."""
+        known_T = self.known_T[span]
+        first = np.count_nonzero(self.known_T[: span.indices(len(self))[0]])
+        return Routing(known_T=known_T, experts_RLK=self.experts_RLK[first : first + np.count_nonzero(known_T)])
 
     def __add__(self, other: Routing) -> Routing:
         """Return the routing of these tokens followed by those of ``other``."""

@@ -19,7 +19,7 @@ from headrace.base.types.messages.controller import (
     Trained,
     Working,
 )
-from headrace.base.types.messages.learner import Logprobs, Publish, Resend, Save, Train
+from headrace.base.types.messages.learner import BatchPart, Logprobs, Publish, Resend, Save, Train
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, WeightUpdate
@@ -27,6 +27,8 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 
+PART_BYTES = 32 * 2**20
+"""Size of a part of a batch that travels as one message, in bytes; a larger sample is one message."""
 COMPUTE_DEADLINE_S = 24 * 3600.0
 """Longest wait, in seconds, for one answer of a learner that works. If it hangs or dies, the wait ends much sooner: see
 :mod:`headrace.launch.vitals`."""
@@ -86,7 +88,8 @@ class LearnerClient(RankClient):
         """Let the learner make one step on ``batch``, and return the report of the step, with its metrics."""
         call = self.next_call()
         trained = self.expect(call, Trained)
-        self.send(Train(call=call, batch=batch))
+        last, num_parts = self._send_parts(call, batch)
+        self.send(Train(call=call, batch=last, num_parts=num_parts))
         return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
@@ -94,8 +97,17 @@ class LearnerClient(RankClient):
         the order of the batch's tokens."""
         call = self.next_call()
         computed = self.expect(call, LogprobsReply)
-        self.send(Logprobs(call=call, batch=batch))
+        last, num_parts = self._send_parts(call, batch)
+        self.send(Logprobs(call=call, batch=last, num_parts=num_parts))
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
+
+    def _send_parts(self, call: int, batch: Batch) -> tuple[Batch, int]:
+        """Send all but the last part of a batch, for the order ``call``, which is sent next. Return the last part and
+        the number of parts that were sent."""
+        *parts, last = batch.divide(PART_BYTES)
+        for part in parts:
+            self.send(BatchPart(call=call, batch=part))
+        return last, len(parts)
 
     async def snapshot(self, version: int, slot: int) -> Publication:
         """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -29,8 +29,9 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import run_token
-from headrace.base.errors import ComponentDied, HeadraceError, RankLost, WeightsError
+from headrace.base.errors import ComponentDied, HeadraceError, RankLost, RunError, WeightsError
 from headrace.base.heap import gc_frozen
+from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec, Shutdown
 from headrace.base.types.messages.controller import (
     Failure,
@@ -43,7 +44,7 @@ from headrace.base.types.messages.controller import (
     Working,
 )
 from headrace.base.types.messages.engine import Announce
-from headrace.base.types.messages.learner import Logprobs, Message, Publish, Resend, Save, Train
+from headrace.base.types.messages.learner import BatchPart, Logprobs, Message, Publish, Resend, Save, Train
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import WeightUpdate
 from headrace.launch.channel import PartChannel
@@ -66,6 +67,8 @@ from headrace.sync.manifest import plan
 from headrace.sync.publisher import Publisher
 from headrace.sync.transports import make_publisher
 
+Order = Train | Logprobs | Publish | Resend | Save | Shutdown
+"""A message that a learner carries out."""
 WAIT_S = 60.0
 """Seconds of one wait for orders."""
 HEARTBEAT_S = 1.0
@@ -161,9 +164,22 @@ class OrderStream:
         self.ranks = ranks
         self._codec = MessageCodec(Message)
 
-    def receive(self) -> Iterator[Message]:
-        """Yield the controller's orders one after the other, the same on every rank: rank 0 receives them and passes
-        them on. This never ends."""
+    def receive(self) -> Iterator[Order]:
+        """Yield the controller's orders one after the other, the same on every rank, each with its whole batch: rank 0
+        receives the messages and passes them on. This never ends. Raises :class:`~headrace.base.errors.RunError` if a
+        part of a batch has not come."""
+        parts: list[BatchPart] = []
+        for message in self._messages():
+            if isinstance(message, BatchPart):
+                parts.append(message)
+            elif isinstance(message, Train | Logprobs):
+                yield _with_parts(message, parts)
+                parts.clear()
+            else:
+                yield message
+
+    def _messages(self) -> Iterator[Message]:
+        """Yield the controller's messages one after the other, the same on every rank. This never ends."""
         while True:
             if isinstance(self.ranks, SingleRank):
                 yield from self.channel.receive(WAIT_S)
@@ -186,6 +202,19 @@ class OrderStream:
             yield message
         if not messages:
             ranks.broadcast(b"")
+
+
+def _with_parts(order: Train | Logprobs, parts: Sequence[BatchPart]) -> Train | Logprobs:
+    """Return ``order`` with its whole batch, of which ``parts`` came before it. Raises
+    :class:`~headrace.base.errors.RunError` if they are not all."""
+    own = [part.batch for part in parts if part.call == order.call]
+    if len(own) != order.num_parts or len(own) != len(parts):
+        raise RunError(
+            f"the batch of {_in_words(order)} should come in {order.num_parts} parts and a rest, but {len(own)} of "
+            f"{len(parts)} parts are its own",
+            remedy="resume the run; controller and learner must have the same version of headrace",
+        )
+    return msgspec.structs.replace(order, batch=Batch.join([*own, order.batch]), num_parts=0)
 
 
 class PublishedBuffers:
@@ -249,7 +278,7 @@ class LearnerHost:
                 self._answer(message.call, partial(self._handle, message))
             self._cores.rest()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Order) -> None:
         """Carry out one order of the controller, and answer it with the result. The order to publish is answered a
         second time from a thread, when the version is announced."""
         match message:
@@ -323,7 +352,7 @@ class LearnerHost:
             self._orders.answer(Failure(call=call, kind=kind, problem=problem, remedy=remedy))
 
 
-def _in_words(order: Message) -> str:
+def _in_words(order: Order) -> str:
     """Return a description of an order as the work that the learner is busy with, such as ``step 12``, for the
     heartbeat."""
     match order:

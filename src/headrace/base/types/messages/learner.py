@@ -13,11 +13,21 @@ from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.weights import Interrupt
 
 
+class BatchPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Some samples of the batch of the order ``call``, which follows: no message grows with the batch."""
+
+    call: int
+    batch: Batch
+
+
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to make one step on a batch: one update of the weights, or several, as the settings say."""
 
     call: int
     batch: Batch
+    """The last samples of the batch, or all of them."""
+    num_parts: int = 0
+    """The number of messages with the samples before them."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -26,6 +36,9 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     batch: Batch
+    """The last samples of the batch, or all of them."""
+    num_parts: int = 0
+    """The number of messages with the samples before them."""
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -63,4 +76,4 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: str
 
 
-Message = Train | Logprobs | Publish | Resend | Save | Shutdown
+Message = BatchPart | Train | Logprobs | Publish | Resend | Save | Shutdown
