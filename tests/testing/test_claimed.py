@@ -65,10 +65,10 @@ def test_what_a_gpu_would_refuse_is_refused_and_what_it_would_wait_for_is_counte
 CASES = {
     "dense": ("llama", {}),
     "mixture": ("qwen3_moe", {}),
-    "hybrid": ("qwen3_5_text", {}),
     "adapter": ("llama", {"model": {"lora": {"rank": 4}}}),
 }
 SLOW = {
+    "hybrid": ("qwen3_5_text", {}),
     **{kind: (kind, {}) for kind in ("gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "deepseek_v32", "gpt2")},
     **{
         kind: (kind, {})

@@ -98,6 +98,7 @@ def test_the_episode_that_kills_its_worker_is_found_by_halves_and_the_others_go_
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_two_episodes_that_kill_their_workers_are_both_found(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, CODE, "rollout") as at:

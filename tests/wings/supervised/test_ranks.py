@@ -96,7 +96,8 @@ session.sft(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("victim", [pytest.param("run", marks=pytest.mark.slow), "rank"])
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["run", "rank"])
 def test_a_run_on_ranks_that_is_killed_ends_whole_and_resumes_to_the_same_bits(model, tmp_path, victim):
     rows = write_rows(tmp_path / "rows.jsonl", conversations(18))
     sections = {"learner.parallel": {"data": 2}, "run": {"checkpoint_every": 2, "keep_checkpoints": 9}}
