@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
@@ -84,6 +85,9 @@ class EngineSetup:
     own_weights: bool
     """Whether the engine serves the weights of its model directory as version 0, without a learner that sends
     others."""
+    history: Path | None
+    """The file in which the engine keeps its history of answers, if it drafts tokens from one; ``None``: in memory
+    alone."""
     receive: Callable[[Mapping[str, Tensor]], Any]
     """Open the :class:`~headrace.sync.receiver.Receiver` that brings new versions of these tensors. It stays open until
     the engine's process ends."""

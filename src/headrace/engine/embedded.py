@@ -47,6 +47,7 @@ def _open_native(setup: EngineSetup) -> Iterator[OpenedEngine]:
             max_context=setup.max_context,
             receiver=receiver,
             clock=RealClock(),
+            history=setup.history,
             **_reading(setup.model.path, model),
         )
     except MemoryError as error:

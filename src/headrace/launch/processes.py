@@ -130,6 +130,7 @@ class Processes:
             record_routing=order.sampling.record_routing and not own_weights,
             sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
+            history="" if own_weights else str(order.run_dir / f"answers-{name}.bin"),
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
             recorded=None if own_weights else order.recorded,
         )

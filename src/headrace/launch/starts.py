@@ -68,6 +68,9 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     memory: str = ""
     """The shared-memory file that weights pass through with ``own_weights``; it is made by the starter of the
     process."""
+    history: str = ""
+    """The file in which an engine that drafts tokens keeps its history of answers, so that it survives the process;
+    empty: in memory alone."""
     interleaving: str = ""
     """The file in which the engine records its messages and the steps before which they came; empty: it records
     none."""

@@ -64,6 +64,7 @@ def make_engine(
     *,
     clock: Clock | None = None,
     decode: Callable[[list[int]], str] | None = None,
+    history: Path | None = None,
     **settings: object,
 ) -> NativeEngine:
     """An engine that has seen no weights yet."""
@@ -75,6 +76,7 @@ def make_engine(
         receiver=make_receiver(Route(), weight_tensors(model)),
         clock=clock or RealClock(),
         decode=decode,
+        history=history,
     )
 
 

@@ -39,12 +39,12 @@ def test_answers_are_found_by_prompt_and_by_their_last_tokens() -> None:
 
 def test_the_newest_answers_stay_within_the_memory() -> None:
     index = HistoryIndex(1024)
-    size = index.num_bytes
+    size = index.store.facts()["history_bytes"]
     rng = np.random.default_rng(0)
     answers = [rng.integers(100, 10_000, 60).tolist() for _ in range(100)]
     for answer in answers:
         add(index, KEY, answer[:5], answer[5:])
-    assert index.num_bytes == size
+    assert index.store.facts()["history_bytes"] == size
     assert drafted(index, KEY, answers[-1][:20])[0] == answers[-1][20:24]
     assert drafted(index, KEY, answers[-10][:20])[0] == answers[-10][20:24]
     assert drafted(index, KEY, answers[0][:20]) == [[], [], []]

@@ -18,6 +18,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from collections.abc import Sequence as Several
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -44,7 +45,7 @@ from headrace.engine.native.memory import make_cache
 from headrace.engine.native.packing import PackedWeightReceiver
 from headrace.engine.native.pins import Pins
 from headrace.engine.native.routes import RoutingStore
-from headrace.engine.native.rows import ChunkBuilder, Follower, Index, Rows
+from headrace.engine.native.rows import ChunkBuilder, Index, Rows
 from headrace.engine.native.scheduler import Schedule, Scheduler
 from headrace.engine.native.scoring import PrefillScorer
 from headrace.engine.native.selfcheck import refuse_unequal
@@ -74,12 +75,17 @@ Decode = Callable[[list[int]], str]
 class NativeEngine:
     """An :class:`~headrace.engine.base.EngineCore` over a model of :func:`headrace.models.load_model`.
 
-    ``max_context`` is the most tokens of a prompt and its completion together. ``decode`` returns the text of ids, for
-    stop strings; without it, requests with stop strings are refused. ``adapters`` are those that requests may choose;
-    by default, those that the model was loaded with. ``masks`` reads the structures of answers; without it, requests
-    with one are refused. The same calls in the same order give the same tokens and
-    logprobs, bit for bit; a draw does not depend on the other sequences of the batch.
+    ``max_context`` is the most tokens of a prompt and its completion together, and ``receiver`` brings new weights.
+    ``decode`` returns the text of ids, for stop strings; without it, requests with stop strings are refused.
+    ``adapters`` are those that requests may choose; by default, those that the model was loaded with. ``masks`` reads
+    the structures of answers; without it, requests with one are refused. ``history`` is the file of the answers that
+    drafts are taken from, if ``config`` asks for drafts; without it, they are kept in memory. The same calls in the
+    same order give the same tokens and logprobs, bit for bit; a draw does not depend on the other sequences of the
+    batch.
     """
+
+    _paused_s: float | None = None
+    """The time since which the engine is paused; ``None``: it is not."""
 
     def __init__(
         self,
@@ -92,10 +98,10 @@ class NativeEngine:
         decode: Decode | None = None,
         adapters: EngineAdapters | None = None,
         masks: MaskMaker | None = None,
+        history: Path | None = None,
     ) -> None:
-        """Check the model and the settings, allocate the cache, and connect the parts of the engine. The arguments are
-        described at the class; ``receiver`` brings new weights. Raises :class:`~headrace.base.errors.ConfigError` or
-        :class:`~headrace.base.errors.ModelError` if the engine cannot serve the model."""
+        """Connect the parts of the engine. Raises :class:`~headrace.base.errors.ConfigError` or
+        :class:`~headrace.base.errors.ModelError` if it cannot serve the model."""
         refuse_long(max_context, context_limit(model.config))
         self._model, self._config, self._clock, self._device = model, config, clock, model.device
         self._vocab_size = vocabulary_of(model)
@@ -110,9 +116,9 @@ class NativeEngine:
         self._pool = BlockPool(self._cache.num_blocks, secret=secrets.randbits(64), states=snapshots)
         self._controls = Controls(config.max_sequences, self._device, exact, None if masks is None else Masks(masks))
         stops = None if decode is None else StopsFollower(Stops(decode))
-        followers: list[Follower] = [each for each in (self._controls, stops, self._states) if each is not None]
+        followers = [each for each in (self._controls, stops, self._states) if each]
         self._rows = Rows(config.max_sequences, max_context, followers)
-        self._speculation = make_speculation(config, self._rows, self._pool, self._vocab_size)
+        self._speculation = make_speculation(config, self._rows, self._pool, self._vocab_size, file=history)
         self._drawer = TokenDrawer(self._rows, self._controls, stops, self._speculation)
         self._routes = RoutingStore(model, self._cache.num_blocks)
         self._outbox = ChunkBuilder(self._rows, self._routes)
@@ -131,7 +137,6 @@ class NativeEngine:
         self._intake = Intake(bounds, self._rows, config.fork_memory)
         self._deadlines = Deadlines(self._intake.known)
         self._forks_checked_at = self._swaps.stamp  # what the forks that wait have last been held against
-        self._paused_s: float | None = None
         self._busy_s, self._steps, self._generated_tokens = 0.0, 0, 0
         self._names = {"attention": attention, "kernels": kernels, **_torch_parts(model, config)}
 
@@ -145,7 +150,7 @@ class NativeEngine:
             "routing_bytes": self._routes.num_bytes,
             "pinned_bytes": self._pins.num_bytes,
             "packed_bytes": self._weights.num_bytes,
-            **({} if self._speculation is None else {"history_bytes": self._speculation.history.num_bytes}),
+            **({} if self._speculation is None else self._speculation.history.store.facts()),
             **(
                 {}
                 if self._states is None

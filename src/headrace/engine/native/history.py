@@ -14,11 +14,13 @@ places of the ring, S slots, R rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types.columns import FloatColumn, IntColumn
+from headrace.engine.native.history_store import END, open_store
 from headrace.engine.native.rows import Flags, Index, Rows
 from headrace.engine.native.sampler import splitmix
 
@@ -27,8 +29,6 @@ CONTEXT = 8
 """The number of tokens before an answer that are kept with it; no look-up compares more."""
 OWN_CONTEXT = 5
 """The number of tokens that a look-up in a sequence's own text compares."""
-END = -1
-"""The id after the last token of an answer, and before the first of a short context."""
 _PER_TOKEN = 8
 """The slots of the table for each token of the ring, at least. A token takes one for each way of looking up, and loses
 it to a newer one with the same slot: one in seven of all that the ring holds."""
@@ -72,18 +72,16 @@ class HistoryIndex:
     ([[5, 6, -1]], [[0.25, 1.0, 0.0]])
     """
 
-    def __init__(self, num_tokens: int) -> None:
+    def __init__(self, num_tokens: int, file: Path | None = None, vocab_size: int = 2**31) -> None:
+        """Make an empty index or, with ``file``, one that is kept there and holds what the file does. Ids of
+        ``vocab_size`` and more in the file are damage. Raises ``OSError`` if the file cannot be made."""
         self._bits = (_PER_TOKEN * num_tokens - 1).bit_length()
-        self._ids_P = np.full(num_tokens, END, np.int32)
-        self._chances_P = np.zeros(num_tokens, np.float32)
-        self._places_S = np.zeros(1 << self._bits, np.int32)
-        self._keys = np.zeros(1 << _KEY_BITS, np.uint64)
-        self._head = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of the index, in bytes."""
-        return self._ids_P.nbytes + self._chances_P.nbytes + self._places_S.nbytes + self._keys.nbytes
+        self.store = open_store(
+            file, num_tokens=num_tokens, num_slots=1 << self._bits, num_keys=1 << _KEY_BITS, vocab_size=vocab_size
+        )
+        """The arrays of the index."""
+        self._head_1, self._keys = self.store.head_1, self.store.keys_K
+        self._ids_P, self._chances_P, self._places_S = self.store.ids_P, self.store.chances_P, self.store.places_S
 
     def knows(self, key: np.uint64) -> bool:
         """Return whether there has been an answer to the prompt ``key``; of several prompts that share a slot, only the
@@ -98,13 +96,13 @@ class HistoryIndex:
         cut = max(0, len(ids_A) - most)
         before_C = contexts_of(np.concatenate([context_C[-CONTEXT:], ids_A[:cut]])[None])[0]
         line = np.concatenate([before_C, ids_A[cut:], [END]]).astype(np.int32)
-        places = (self._head + np.arange(len(line))) % len(self._ids_P)
+        places = (self._head_1[0] + np.arange(len(line))) % len(self._ids_P)
         self._ids_P[places], self._chances_P[places] = line, 0.0
         self._chances_P[places[CONTEXT:-1]] = chances_A[cut:]
         contexts_AC = np.lib.stride_tricks.sliding_window_view(line[:-2], CONTEXT)
         self._places_S[self._slots(np.full(len(contexts_AC), key), contexts_AC)] = places[CONTEXT:-1]
         self._keys[key >> np.uint64(64 - _KEY_BITS)] = key
-        self._head = int(places[-1] + 1) % len(self._ids_P)
+        self._head_1[0] = (places[-1] + 1) % len(self._ids_P)
 
     def find(self, keys_D: Keys, contexts_DC: IntColumn, num: int) -> tuple[IntColumn, FloatColumn]:
         """Return drafts of ``num`` tokens for sequences with the prompts ``keys_D`` and the last tokens

@@ -16,6 +16,8 @@ Shape legend: D rows that decode, K tokens of a draft, W ways of finding a draft
 from __future__ import annotations
 
 import dataclasses
+import sys
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,8 @@ from headrace.base.types.columns import FloatColumn, IntColumn
 from headrace.base.types.sampling import Sampling
 from headrace.engine.config import EngineConfig
 from headrace.engine.native.blocks import BlockPool, blocks_for
-from headrace.engine.native.history import CONTEXT, END, HistoryIndex, OwnText
+from headrace.engine.native.history import CONTEXT, HistoryIndex, OwnText
+from headrace.engine.native.history_store import END
 from headrace.engine.native.rows import Index, Rows
 from headrace.engine.native.scheduler import Schedule
 from headrace.models.paged.base import BLOCK
@@ -105,11 +108,14 @@ class Speculation:
     cache, and ``vocab_size`` is the number of token ids. The rows tell it which sequences join and leave
     (:class:`headrace.engine.native.rows.Follower`)."""
 
-    def __init__(self, config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int) -> None:
-        """Make speculation with an empty history, with the settings of ``config``."""
+    def __init__(
+        self, config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
+    ) -> None:
+        """Make speculation with the settings of ``config`` and an empty history or, with ``file``, the one that is kept
+        there. Raises ``OSError`` if the file cannot be made."""
         self._rows, self._pool, self._vocab_size = rows, pool, vocab_size
         self._num, self._max_step_tokens = config.draft_tokens, config.max_step_tokens
-        self.history = HistoryIndex(config.history_tokens)
+        self.history = HistoryIndex(config.history_tokens, file, vocab_size)
         self._trust = Trust()
         self._keys_R = np.zeros(config.max_sequences, np.uint64)
         self._barred_R = np.zeros(config.max_sequences, bool)
@@ -238,11 +244,21 @@ def _inserted(schedule: Schedule, lengths_D: Index) -> Schedule:
     )
 
 
-def make_speculation(config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int) -> Speculation | None:
+def make_speculation(
+    config: EngineConfig, rows: Rows, pool: BlockPool, vocab_size: int, *, file: Path | None = None
+) -> Speculation | None:
     """Return the speculation that ``config`` asks for, which ``rows`` tell of their changes; ``None`` for none. The
-    other arguments are those of :class:`Speculation`."""
+    other arguments are those of :class:`Speculation`. If the file cannot be made, the history is kept in memory alone,
+    and a line in the log of the process says so."""
     if config.speculation == "off":
         return None
-    speculation = Speculation(config, rows, pool, vocab_size)
+    try:
+        speculation = Speculation(config, rows, pool, vocab_size, file=file)
+    except OSError as error:
+        sys.stderr.write(f"the history of answers is kept in memory alone, and ends with this process: {error}\n")
+        speculation = Speculation(config, rows, pool, vocab_size)
+    if speculation.history.store.num_damaged:
+        damaged = speculation.history.store.num_damaged
+        sys.stderr.write(f"{file}: {damaged} entries of the history of answers were damaged and are left out\n")
     rows.tell(speculation)
     return speculation

@@ -103,6 +103,7 @@ def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
         record_routing=start.record_routing,
         sleeps=start.sleeps,
         own_weights=start.own_weights,
+        history=Path(start.history) if start.history else None,
         receive=lambda tensors: make_receiver(route, tensors, run_token()),
         adopt=adopt,
     )

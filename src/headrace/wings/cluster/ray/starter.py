@@ -187,8 +187,9 @@ class RayStarter:
         if isinstance(start, EngineStart):
             alone = {node.address for node in await self._cluster.nodes()} == {found.address}
             route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
-            interleaving = start.interleaving if found.shared else ""
-            return msgspec.structs.replace(start, route=route, interleaving=interleaving)
+            if not found.shared:  # the run's directory is not that of the node
+                start = msgspec.structs.replace(start, interleaving="", history="")
+            return msgspec.structs.replace(start, route=route)
         if isinstance(start, LearnerStart) and start.world > 1:
             if start.rank == 0:
                 self._rendezvous = f"tcp://{found.address}:{found.port}"

@@ -1,0 +1,127 @@
+"""The arrays of an engine's history of answers: in memory, or in a file that outlives the engine's process.
+
+A file is mapped into memory, so that each entry is kept from the moment it is made, whatever ends the process. Nothing
+in it has to be right (:mod:`~headrace.engine.native.history`): what cannot be an entry is counted and left out when the
+file is opened, and a file of another form is begun anew. Its blocks are reserved at once, since a full disk would kill
+a process that writes to a mapped file.
+
+Shape legend: P places of the ring, S slots of the table, K prompts that can be known.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from headrace.base.types.columns import FloatColumn, IntColumn
+
+END = -1
+"""The id after the last token of an answer, and before the first of a short context."""
+_FORM = b"headrace-answers1"
+"""What a file begins with: its form."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryStore:
+    """The arrays of a history, and what was found in their file."""
+
+    head_1: npt.NDArray[np.int64]
+    """The place in the ring that is written next; one entry."""
+    ids_P: IntColumn
+    """The ring of tokens."""
+    chances_P: FloatColumn
+    """The probability with which each token of the ring was drawn; 0 for a token of a context."""
+    places_S: npt.NDArray[np.int32]
+    """The table of places in the ring."""
+    keys_K: npt.NDArray[np.uint64]
+    """The prompts that are known, by their slots."""
+    num_found: int = 0
+    """The number of tokens that the file held when it was opened."""
+    num_damaged: int = 0
+    """The number of entries of it that could not be right, and were left out."""
+
+    def facts(self) -> dict[str, int]:
+        """Return facts for the record of the run, by name: the size of the arrays in bytes, and what the file held."""
+        arrays = (self.ids_P, self.chances_P, self.places_S, self.keys_K)
+        return {
+            "history_bytes": sum(array.nbytes for array in arrays),
+            "history_tokens_found": self.num_found,
+            "history_entries_damaged": self.num_damaged,
+        }
+
+
+def open_store(path: Path | None, *, num_tokens: int, num_slots: int, num_keys: int, vocab_size: int) -> HistoryStore:
+    """Return the arrays with these numbers of places, slots and prompts, for token ids below ``vocab_size``: those of
+    the file ``path``, which is made if it is not there, or empty ones in memory for ``None``. Raises ``OSError`` if the
+    file cannot be made, such as on a full disk."""
+    form = np.dtype(
+        [
+            ("form", "S24"),
+            ("head", "<i8", 1),
+            ("ids", "<i4", num_tokens),
+            ("chances", "<f4", num_tokens),
+            ("places", "<i4", num_slots),
+            ("keys", "<u8", num_keys),
+        ]
+    )
+    if path is None:
+        return _empty(np.zeros(1, form))
+    if not _has_size(path, form.itemsize):
+        _reserve(path, form.itemsize)
+    record = np.memmap(path, form, "r+", shape=(1,))
+    if record["form"][0] != _FORM:
+        record["form"], record["head"], record["places"], record["keys"], record["chances"] = _FORM, 0, 0, 0, 0.0
+        return _empty(record)
+    return _checked(record, vocab_size)
+
+
+def _empty(record: npt.NDArray[Any]) -> HistoryStore:
+    """Return the arrays of ``record``, which hold nothing yet."""
+    record["ids"] = END
+    return HistoryStore(**_arrays(record))
+
+
+def _checked(record: npt.NDArray[Any], vocab_size: int) -> HistoryStore:
+    """Return the arrays of ``record``, after everything in them that cannot be an entry is removed."""
+    arrays = _arrays(record)
+    head_1, ids_P, chances_P, places_S = (arrays[name] for name in ("head_1", "ids_P", "chances_P", "places_S"))
+    size = len(ids_P)
+    wrong_P = (ids_P < END) | (ids_P >= vocab_size)
+    improbable_P = ~((chances_P >= 0) & (chances_P <= 1))  # also what is not a number
+    astray_S = (places_S < 0) | (places_S >= size)
+    astray_1 = (head_1 < 0) | (head_1 >= size)
+    ids_P[wrong_P] = END
+    chances_P[improbable_P | wrong_P] = 0.0
+    places_S[astray_S] = 0
+    head_1[astray_1] = 0
+    damaged = sum(int(np.count_nonzero(each)) for each in (wrong_P, improbable_P, astray_S, astray_1))
+    return HistoryStore(**arrays, num_found=int(np.count_nonzero(chances_P)), num_damaged=damaged)
+
+
+def _arrays(record: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return the arrays of a store in ``record``, by name."""
+    names = {"head_1": "head", "ids_P": "ids", "chances_P": "chances", "places_S": "places", "keys_K": "keys"}
+    return {name: record[column][0] for name, column in names.items()}
+
+
+def _has_size(path: Path, size: int) -> bool:
+    """Return whether ``path`` is a file of ``size`` bytes."""
+    return path.is_file() and path.stat().st_size == size
+
+
+def _reserve(path: Path, size: int) -> None:
+    """Make ``path`` an empty file with ``size`` bytes of the disk. Raises ``OSError`` if there are not as many."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+    try:
+        os.posix_fallocate(file, 0, size)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(file)
