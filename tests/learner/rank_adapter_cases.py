@@ -115,6 +115,16 @@ def _apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> list[Any]:
     return list(max(apart.items(), key=lambda pair: pair[1]))
 
 
+def rounded(directory: Path) -> Found:
+    """By layout, how far the gradients over a base of bfloat16 are from those of one process in float32."""
+    expected, found = load_file(directory / "policy.gradients"), {}
+    for layout in ({"data": 2}, {"tensor": 2}):
+        start = ADAPTED["policy"].start(directory, "policy")
+        learner = _learner(directory, layout, start, dtype="bfloat16").core
+        found[next(iter(layout))] = _apart(five_steps(learner, ADAPTED["policy"])[1], expected)
+    return found
+
+
 def _case(name: str) -> Any:
     return lambda directory: _adapted(directory, name)
 

@@ -24,6 +24,7 @@ from tests.learner.rank_adapter_cases import (  # fmt: skip
     PENALTY,
     SEVERAL,
     Adapted,
+    _apart,
     five_steps,
     own_core,
     publish,
@@ -113,6 +114,18 @@ def assert_like_one_process(found: list[Found], expected: list[list[float]], nam
 @pytest.mark.parametrize("name", OF_TWO)
 def test_losses_gradients_and_weights_of_adapters_are_those_of_one_process(two: Found, alone: Found, name: str) -> None:
     assert_like_one_process(answer(two, f"adapted_{name}")["found"], alone[name], name)
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_no_more_over_ranks_than_in_one_process(place: Path, alone: Found) -> None:
+    """Tensor parallelism sums in another order: its gradients are others than those of one process, not worse ones."""
+    adapted, expected = ADAPTED["policy"], load_file(place / "policy.gradients")
+    setup = Setup(model_dir=place / "dense", config=FLAT, lora=adapted.start(place, "policy"), dtype="bfloat16")
+    gradients = five_steps(setup.learner(), adapted)[1]
+    _, of_one = _apart({name: one.float() for name, one in gradients.items()}, expected)
+    found = answer(run(place, 2, ["rounded"]), "rounded")
+    assert found["data"][1] == pytest.approx(of_one)
+    assert 1e-3 < found["tensor"][1] < 1.5 * of_one
 
 
 @pytest.mark.slow
