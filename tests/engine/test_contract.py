@@ -81,7 +81,7 @@ CASES = [
 
 
 GATE = {
-    *(("native", name, "files") for name in SUITES_HERE),
+    *(("native", name, "files") for name in (*SUITES, "hybrid")),
     *(("vllm", "model", "files"), ("vllm", "adapters", "gloo"), ("sglang", "model", "files")),
 }
 """The cases of every day; the others take the same ways in other pairs."""

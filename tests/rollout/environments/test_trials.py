@@ -85,6 +85,7 @@ def test_a_question_that_comes_as_its_episode_is_given_up_is_not_answered() -> N
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_the_episode_that_kills_its_worker_is_found_by_halves_and_the_others_go_on(tmp_path: Path) -> None:
     async def main() -> None:
         async with running_pool(tmp_path, CODE, "rollout") as at:
