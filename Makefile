@@ -14,7 +14,7 @@ TORCH ?= auto
 BIN := .venv/bin
 PATHS := src tests tools lab $(wildcard examples)
 # two processes side by side, one thread each (tests/conftest.py)
-PYTEST := $(BIN)/pytest -q -n 2 --dist loadfile
+PYTEST := $(BIN)/pytest -q -n 2 --dist worksteal
 
 .PHONY: help venv demo test test-slow check lint types doctest docs gate format
 
