@@ -76,7 +76,7 @@ def test_the_ways_to_logprobs_agree() -> None:
 
 
 def test_the_trees_of_the_benchmark_have_the_rows_that_it_names() -> None:
-    """Of distinct ids, so that nothing is alike by chance."""
+    """No id is drawn twice, so that no two samples begin alike by chance."""
     rows = []
     for case in tree_cases(quick=False):
         numbers = itertools.count()
