@@ -4,6 +4,7 @@ import itertools
 import re
 import socket
 import sqlite3
+import threading
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 
@@ -20,7 +21,9 @@ from headrace.base.errors import ConfigError
 from headrace.models import ModelConfig, load_model
 from headrace.models.attention import PackedPlan, forward
 from headrace.wings.tinker import tenants
+from headrace.wings.tinker.jobs import ResultResponse
 from headrace.wings.tinker.journal import Journal
+from headrace.wings.tinker.service import TinkerService
 from tests.wings.tinker.asking import ADAM, IDS, new, sampled, step
 from tests.wings.tinker.serving import NAME, client, datum, served
 
@@ -509,7 +512,14 @@ def test_a_journal_that_cannot_be_written_is_told_and_asked_again(model, tmp_pat
         assert httpx.post(f"{url}/api/v1/create_model", json=body, **ask).status_code == 400
 
 
-def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp_path, caplog):
+def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp_path, caplog, monkeypatch):
+    arrived, retrieve = threading.Semaphore(0), TinkerService.retrieve
+
+    async def noted(service: TinkerService, body: bytes) -> ResultResponse:
+        arrived.release()
+        return await retrieve(service, body)
+
+    monkeypatch.setattr(TinkerService, "retrieve", noted)
     with ThreadPoolExecutor() as pool, served(model, tmp_path) as (url, key):
         service = client(url, key)
         trained, sampler = new(service), service.create_sampling_client(base_model=NAME).result()
@@ -524,6 +534,7 @@ def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp
         ]
         fetch = partial(ask, f"{url}/api/v1/retrieve_future")
         waiting = [pool.submit(fetch, json={"request_id": each["request_id"]}) for each in promises]
+        assert all(arrived.acquire(timeout=60) for _ in waiting)  # on a slow machine it takes a while to connect
         assert not wait(waiting, timeout=0.2).done
     assert [each.result().status_code for each in waiting] == [408, 408]
     assert not [record for record in caplog.records if record.exc_info]
