@@ -249,6 +249,24 @@ def running(*program: str) -> Iterator[int]:
         process.wait()
 
 
+def test_a_process_that_ends_while_it_is_looked_at_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may belong to another process by then, which psutil does not expect."""
+    status = psutil.Process.status
+    with running("sleep", "100") as gone, running("sleep", "100") as stopped:
+        os.kill(stopped, signal.SIGSTOP)
+
+        def looked_at(process: psutil.Process) -> str:
+            if process.pid == gone:
+                raise FileNotFoundError(f"/proc/{gone}/stat")
+            return status(process)
+
+        monkeypatch.setattr(psutil.Process, "status", looked_at)
+        found: dict[int, str] = {}
+        while not found:  # the system takes its time
+            found = halted_below([gone, stopped])
+        assert list(found) == [stopped]
+
+
 def test_a_stopped_process_is_found_and_so_is_one_that_it_has_started() -> None:
     with running("sleep", "100") as alone, running("sh", "-c", "sleep 100; true") as parent:
         assert halted_below([alone, parent]) == {}

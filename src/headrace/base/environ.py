@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import psutil
+
 PART_OF_A_RUN = "HEADRACE_PART_OF_A_RUN"
 """An environment variable that is set in every process of a run and in the programs that these start."""
 
@@ -159,6 +161,11 @@ def num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # gate: getattr - not every system can tell
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+PROCESS_GONE = (psutil.Error, OSError)
+"""What psutil raises about a process that has ended or may not be read: an error of its own or, where another process
+has got the same number by then, that of the system."""
 
 
 def thread_times_ns(pid: int) -> dict[str, tuple[int, int]]:

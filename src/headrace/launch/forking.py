@@ -33,7 +33,7 @@ from typing import IO
 import msgspec
 import psutil
 
-from headrace.base.environ import fork_server_environment
+from headrace.base.environ import PROCESS_GONE, fork_server_environment
 from headrace.launch.config import LaunchConfig
 
 MODULE = "headrace.launch.hosts.forkserver"
@@ -226,7 +226,7 @@ class ForkServer:
 
     def _is_stopped(self) -> bool:
         """Return whether a signal or a debugger has stopped the fork server."""
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(*PROCESS_GONE):
             return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
         return False
 

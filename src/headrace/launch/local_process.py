@@ -25,6 +25,7 @@ import psutil
 from headrace.base.clock import off_loop
 from headrace.base.config.addresses import LOOPBACK
 from headrace.base.environ import (
+    PROCESS_GONE,
     child_environment,
     part_environment,
     shared_memory_root,
@@ -159,7 +160,7 @@ class LocalProcess:
         if not self._kept:
             return self.pid
         if not self._working_pid:
-            with contextlib.suppress(psutil.Error, IndexError):  # it is not there yet, or not any more
+            with contextlib.suppress(*PROCESS_GONE, IndexError):  # or it is not there yet
                 self._working_pid = psutil.Process(self.pid).children()[0].children()[0].pid
         return self._working_pid or self.pid
 
@@ -323,7 +324,7 @@ def computed_s(pid: int) -> float:
         return sum(used + waited for used, waited in threads) / 1e9
     try:
         times = psutil.Process(pid).cpu_times()
-    except psutil.Error:  # it has just ended
+    except PROCESS_GONE:
         return 0.0
     return float(times.user + times.system)
 
@@ -333,10 +334,13 @@ def halted_below(pids: Collection[int]) -> dict[int, str]:
     stopped itself or has started a stopped process, a description that follows its name."""
     parents: dict[int, int] = {}
     stopped: dict[int, str] = {}
-    for process in psutil.process_iter(["ppid", "status"]):
-        parents[process.pid] = process.info["ppid"]
-        if process.info["status"] in STOPPED:
-            stopped[process.pid] = process.info["status"]
+    for pid in psutil.pids():
+        with contextlib.suppress(*PROCESS_GONE):  # process_iter of psutil does not bear a process that ends meanwhile
+            process = psutil.Process(pid)
+            with process.oneshot():
+                parents[pid], status = process.ppid(), process.status()
+            if status in STOPPED:
+                stopped[pid] = status
     found: dict[int, str] = {}
     for pid in stopped:
         above = pid

@@ -21,6 +21,7 @@ from typing import Protocol
 import psutil
 
 from headrace.base.clock import OWN_STANDSTILL_S, Clock, off_loop
+from headrace.base.environ import PROCESS_GONE
 from headrace.base.types.observation import Cause
 from headrace.base.types.trace import Span
 from headrace.control.board import STOPPED_PATIENCE, Standstill
@@ -274,7 +275,7 @@ class Vitals:
         matters, so the two are added as if a byte were a second."""
         used = await child.computed_s()
         if not child.node:
-            with contextlib.suppress(psutil.Error, AttributeError):  # it has just ended; no such figures on macOS
+            with contextlib.suppress(*PROCESS_GONE, AttributeError):  # macOS has no such figures
                 io = psutil.Process(child.pid).io_counters()
                 used += io.read_bytes + io.write_bytes
         return used
@@ -337,6 +338,6 @@ def _state(child: Child) -> str:
         return f"on {child.node}"
     try:
         status = psutil.Process(child.pid).status()
-    except psutil.Error:
+    except PROCESS_GONE:
         return "gone"
     return "waiting for a disk or a network file system" if status == psutil.STATUS_DISK_SLEEP else str(status)

@@ -27,8 +27,7 @@ from headrace.wings.tinker.service import TinkerService
 from tests.wings.tinker.asking import ADAM, IDS, new, sampled, step
 from tests.wings.tinker.serving import NAME, client, datum, served
 
-ONES = np.ones(11, np.float32)
-NUMBERS = itertools.count(900)
+ONES, NUMBERS = np.ones(11, np.float32), itertools.count(900)
 
 
 @pytest.fixture(scope="module")
@@ -529,12 +528,11 @@ def test_clients_that_wait_are_told_to_ask_again_when_the_server_ends(model, tmp
             "sampling_params": {"max_tokens": 240}, "sampling_session_id": sampler._sampling_session_id,
         }  # fmt: skip
         ask = partial(httpx.post, headers={"x-api-key": key}, timeout=60)
-        promises = [
-            ask(f"{url}/api/v1/{kind}", json=each).json() for kind, each in (("optim_step", step), ("asample", body))
-        ]
+        asked = {"optim_step": step, "asample": body}
+        promises = [ask(f"{url}/api/v1/{kind}", json=each).json() for kind, each in asked.items()]
         fetch = partial(ask, f"{url}/api/v1/retrieve_future")
         waiting = [pool.submit(fetch, json={"request_id": each["request_id"]}) for each in promises]
-        assert all(arrived.acquire(timeout=60) for _ in waiting)  # on a slow machine it takes a while to connect
+        assert all(arrived.acquire(timeout=60) for _ in waiting)
         assert not wait(waiting, timeout=0.2).done
     assert [each.result().status_code for each in waiting] == [408, 408]
     assert not [record for record in caplog.records if record.exc_info]

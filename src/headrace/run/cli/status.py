@@ -64,7 +64,7 @@ def _state(pid: int, recorded: str) -> str:
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where its number was given again
         return "ended"
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 

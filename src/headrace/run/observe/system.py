@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from headrace.base.clock import Clock
-from headrace.base.environ import num_cores, thread_times_ns
+from headrace.base.environ import PROCESS_GONE, num_cores, thread_times_ns
 
 Part = tuple[str, int]
 """The role and the pid of a process."""
@@ -84,7 +84,7 @@ class SystemWatch:
             try:
                 memory[f"memory/{kind}"] += self._process(pid).memory_info().rss
                 before, sample = self._before.get(pid), self._sample(pid)
-            except psutil.Error:  # it has ended, which the launcher reports
+            except PROCESS_GONE:  # the launcher reports that it has ended
                 self._processes.pop(pid, None)
                 continue
             self._before[pid] = sample
@@ -111,7 +111,8 @@ class SystemWatch:
         return self._processes[pid]
 
     def _sample(self, pid: int) -> _Sample:
-        """Return the present counters of the process ``pid``. Raises ``psutil.Error`` where it has ended."""
+        """Return the present counters of the process ``pid``. Raises one of :data:`PROCESS_GONE` where it
+        has ended."""
         times = self._process(pid).cpu_times()
         sample = _Sample(at_s=self._clock.now(), used_s=times.user + times.system)
         sample.queued_s = {thread: waited / 1e9 for thread, (_, waited) in thread_times_ns(pid).items()}

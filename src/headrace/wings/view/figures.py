@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 import psutil
 
+from headrace.base.environ import PROCESS_GONE
 from headrace.base.errors import DataError, HeadraceError
 from headrace.base.types.observation import StepRecord
 from headrace.flow.ledger.base import Conservation, UnitCounts
@@ -294,7 +295,7 @@ def _usage(pid: object) -> dict[str, Any]:
                 "cpu_s": times.user + times.system,
                 "threads": process.num_threads(),
             }
-    except psutil.Error:
+    except PROCESS_GONE:
         return {}
 
 
