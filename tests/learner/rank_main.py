@@ -5,6 +5,7 @@ python -m tests.learner.rank_main DIRECTORY CASE ...
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import sys
@@ -14,9 +15,8 @@ from pathlib import Path
 import torch
 
 from headrace.base.environ import rank_place
-from headrace.learner.parallel import context
+from headrace.learner.parallel import context, mesh
 from headrace.learner.parallel.config import ParallelConfig
-from headrace.learner.parallel.mesh import joined
 from tests.learner import rank_adapter_cases, rank_cases, rank_core_cases
 from tests.wings.supervised import rank_cases as given
 
@@ -30,7 +30,9 @@ def main(directory: Path, names: list[str]) -> None:
     found: dict[str, object] = {}
     config = ParallelConfig(data=place.world, timeout_s=60)
     rendezvous = "env://" if "MASTER_ADDR" in os.environ else f"file://{directory}/rendezvous"
-    with joined(config, place, torch.device("cpu"), rendezvous):
+    # The process groups of a mesh and their threads last as long as the process: the learners of all cases share them.
+    mesh.init_device_mesh = torch.distributed.init_device_mesh = functools.cache(mesh.init_device_mesh)
+    with mesh.joined(config, place, torch.device("cpu"), rendezvous):
         for name in names:
             try:
                 cases = next(each for each in CASES if hasattr(each, name))
