@@ -235,7 +235,9 @@ def _judge(task: LearningTask, directory: Path, model_dir: Path) -> float:
     to each row, from a seed that is always the same."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one for each snapshot says nothing
     rows = [json.loads(line) for line in (directory / "held_out.jsonl").read_text("utf-8").splitlines()]
     tokenizer: Any = AutoTokenizer.from_pretrained(directory / "model", padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
