@@ -13,6 +13,7 @@
     │   └── NoRewards                   the reward was None for every answer
     ├── WeightsError                 a weight update that was refused before anything changed
     │   └── NeedsFull                   its bytes are wrong, or its base version is missing: send the full image
+    ├── StoreError                   columns of tokens that cannot be stored, or not be read as they were stored
     ├── LedgerError                  a ledger that cannot be opened or read, or whose contents are invalid
     ├── CheckpointError              a snapshot that cannot be written or read
     └── RunError                     a run that had to end
@@ -110,6 +111,11 @@ class WeightsError(HeadraceError):
 class NeedsFull(WeightsError):
     """The error of a weight update that an engine cannot use: for example, its bytes are wrong, or they are a
     difference to a version that the engine does not have. The learner can send the full weights instead."""
+
+
+class StoreError(HeadraceError):
+    """The error of a store of columns that is full or cannot be written, or of a part of it that is missing or differs
+    from what was written."""
 
 
 class LedgerError(HeadraceError):

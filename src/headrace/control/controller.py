@@ -23,6 +23,7 @@ from collections.abc import Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
+from headrace.base.store import COLUMNS
 from headrace.base.types.observation import Event, LiveState, Recovery
 from headrace.control.board import ActivityBoard
 from headrace.control.config import ControlSettings
@@ -37,6 +38,7 @@ from headrace.control.recovery import StartingPoint, restore_flow
 from headrace.control.saving import Saver
 from headrace.control.state import RunState, trainer_state
 from headrace.flow import Flow
+from headrace.flow.columns import ColumnFiles
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
 
@@ -62,7 +64,10 @@ class Controller:
         """Build the loops over the components ``parts``. ``ledger`` is read to resume the run; ``writer`` appends to
         the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
-        flow = Flow(config, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row)
+        columns = ColumnFiles(parts.run_dir / COLUMNS, config.columns)
+        flow = Flow(
+            config, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row, columns=columns
+        )  # fmt: skip
         self._order = settings.order
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(

@@ -13,6 +13,7 @@ import msgspec
 from headrace.base.clock import off_loop
 from headrace.base.errors import CheckpointError
 from headrace.control.state import RunState
+from headrace.flow.columns import remove
 from headrace.learner import checkpoint
 from headrace.learner.checkpoint import SnapshotState
 from headrace.rollout.environments.curriculum import CurriculumState
@@ -100,6 +101,8 @@ class Saver:
             state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
             memory = self._memory()  # taken before the flush, so that the ledger contains everything that it refers to
             with state.board.requesting("learner", "a ledger that is safe on disk", provider="the disk"):
+                if state.flow.columns is not None:
+                    await off_loop(state.flow.columns.sync)  # the ledger refers to what lies there
                 await state.flow.flush(durable=True)  # the ledger must contain every step of the snapshot
         except BaseException:
             checkpoint.abandon(saving.unfinished)
@@ -113,6 +116,8 @@ class Saver:
         final = await off_loop(checkpoint.commit, saving.unfinished, snapshot_state)
         self._saved.add(saving.step)
         await off_loop(checkpoint.retain, self.directory, state.run.keep_checkpoints)
+        if state.flow.columns is not None:
+            await off_loop(remove, state.flow.columns.take_unneeded(saving.step))
         state.event(f"checkpoint {final.name}")
 
     def _memory(self) -> ControllerMemory:

@@ -13,6 +13,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from headrace.base.config import Section
 from headrace.base.config.addresses import refuse_secret
 from headrace.base.errors import ConfigError
+from headrace.flow.columns import ColumnsConfig
 from headrace.flow.filters import FiltersConfig, refuse_impossible
 from headrace.flow.pacing import JustInTime, PacingConfig
 from headrace.flow.pivots import PivotConfig
@@ -71,6 +72,8 @@ class FlowConfig(Section):
     """Greatest number of tokens of each running answer that a crash may lose (or ``engine.flush_tokens``, if that is
     more). The tokens before them are recorded, and a resumed run continues from them. 0 records answers only when they
     end."""
+    columns: ColumnsConfig = ColumnsConfig()
+    """The store for the kept-sets and experts that are recorded with sampled tokens."""
     max_failed_groups: int = Field(default=32, ge=1)
     """The run stops when this many groups in a row were dropped because their episodes failed."""
     max_idle_batches: int = Field(default=20, ge=1)

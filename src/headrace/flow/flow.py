@@ -20,12 +20,16 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import ScoredGroup, TokenResults
+from headrace.flow.columns import ColumnFiles
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.flow.pacing import Eager, OpenGroups, SynchronousTime
 from headrace.flow.state import FlowState, GroupEntry
+
+_OPEN = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED)
+"""The states of groups with episodes that have not ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,10 +71,12 @@ class Flow:
         clock: Clock,
         last_step: int,
         pick_row: Callable[[int], int | None],
+        columns: ColumnFiles | None = None,
     ) -> None:
         """Begin a run without groups. ``writer`` records every change in the ledger. ``last_step`` is the number of
         steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number attempts, and
-        ``None`` when no rows are left; it is called once for each number, in order."""
+        ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the files of the
+        run's store; ``None``: there is none."""
         self.config = config
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
@@ -84,6 +90,7 @@ class Flow:
         self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
         self._last_step = last_step
         self._pick_row = pick_row
+        self.columns = columns
         self._out_of_rows = False
         self._buffer: dict[int, ScoredGroup] = {}
         self._resumed: dict[int, ResumedGroup] = {}
@@ -160,6 +167,8 @@ class Flow:
     def end_episode(self, episode: EpisodeGraph) -> None:
         """Record an episode that has ended, with its turns."""
         self.running_turns.ended(episode.key)
+        if self.columns is not None:
+            self.columns.ended(episode.key.group, episode.turns, self._open_groups)
         self._writer.write(EndEpisode(episode=episode, at_s=self._clock.wall()))
 
     def drop_episodes(self, number: int, places: Sequence[int], *, status: EpisodeStatus, reason: str) -> None:
@@ -188,6 +197,8 @@ class Flow:
         self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
+        if self.columns is not None:
+            self.columns.dropped(number)
         self._move([number], GroupState.DROPPED, reason=reason)
 
     # --- the learner's side
@@ -251,6 +262,8 @@ class Flow:
         )
         for number in numbers:
             self.state.move(number, GroupState.TRAINED)
+        if self.columns is not None:
+            self.columns.trained(numbers, report.step)
         self._unreleased[report.step + 1] = numbers
         self._pacer.trained(report.step, self._clock.now())
         self.changed.notify()
@@ -322,6 +335,8 @@ class Flow:
         for reason, count in resumed.dropped.items():
             self.state.dropped[reason] += count
             self.state.counts[GroupState.DROPPED] += count
+        if self.columns is not None:
+            self.columns.resumed(resumed.groups)
         for group in resumed.groups:
             episodes = ScoredGroup(number=group.number, episodes=group.episodes)
             newest = None
@@ -335,6 +350,10 @@ class Flow:
             entry = GroupEntry(state=group.state, oldest_version=oldest, newest_version=newest, step=group.step)
             self.state.restore(group.number, entry)
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {resumed.dropped}"
+
+    def _open_groups(self) -> list[int]:
+        """Return the numbers of the groups with episodes that have not ended."""
+        return [number for number, entry in self.state.groups.items() if entry.state in _OPEN]
 
     def _move(
         self,

@@ -17,6 +17,7 @@ from headrace.base.types.trace import Span
 from headrace.control import Components
 from headrace.control.teaching import TeacherCallConfig
 from headrace.engine.fleet import FleetConfig
+from headrace.flow.columns import ColumnsConfig
 from headrace.launch.config import LaunchConfig
 from headrace.launch.forking import ForkServer
 from headrace.launch.starts import RecordedEngine
@@ -77,6 +78,8 @@ class LaunchOrder:
     """Renders and parses the model's messages."""
     run_dir: Path
     """The run's directory; the logs of the parts go to ``logs/`` in it."""
+    columns: ColumnsConfig
+    """The settings of the store for kept-sets and experts."""
     total_steps: int
     """Optimizer steps of the whole run, at the end of which the learning-rate schedule ends."""
     on_spans: Callable[[Sequence[Span]], None]

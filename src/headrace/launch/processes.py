@@ -20,6 +20,7 @@ import msgspec
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores, shared_memory_root
 from headrace.base.errors import RunError
+from headrace.base.store import COLUMNS
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.trace import in_lane
 from headrace.base.types.versions import NOT_SAMPLED
@@ -41,6 +42,7 @@ from headrace.launch.starts import (
     ResourceLimits,
     ScorerStart,
     Start,
+    StoreStart,
 )
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
@@ -131,6 +133,7 @@ class Processes:
             sleeps=order.sync.interrupt is Interrupt.SLEEP and not own_weights,
             own_weights=own_weights,
             history="" if own_weights else str(order.run_dir / f"answers-{name}.bin"),
+            columns=self._columns("" if own_weights else name),
             interleaving=str(order.run_dir / interleaving_file(name)) if alone and not own_weights else "",
             recorded=None if own_weights else order.recorded,
         )
@@ -152,6 +155,7 @@ class Processes:
             snapshot="" if order.snapshot is None else str(order.snapshot),
             route=self._route(),
             num_threads=num_threads,
+            columns=self._columns(),
             lending=self._lending(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
@@ -183,6 +187,20 @@ class Processes:
         if not board.exists():
             make_activity_file(board, len(shares))
         return Lending(activity_file=str(board), place=place, shares=shares)
+
+    def _columns(self, writer: str = "") -> StoreStart | None:
+        """Return the store for kept-sets and experts as a part uses it, which writes into it under the name ``writer``
+        or, if that is empty, only reads. ``None`` where no such columns are recorded, or parts are on other
+        machines."""
+        order = self.order
+        if order.launch.remote or not (order.sampling.record_kept or order.sampling.record_routing):
+            return None
+        limit_gb = order.columns.limit_gb
+        return StoreStart(
+            directory=str(order.run_dir / COLUMNS),
+            limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
+            writer=writer,
+        )
 
     def _learner_on(self, rank: int) -> dict[str, Any]:
         """Return the settings of the learner, as JSON data, with the device of ``rank``."""

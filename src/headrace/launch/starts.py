@@ -40,6 +40,16 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """The number of cores that each part owns, by its index."""
 
 
+class StoreStart(msgspec.Struct, frozen=True, kw_only=True):
+    """The store for the kept-sets and experts that are recorded with tokens, which is a directory of this machine."""
+
+    directory: str
+    limit_bytes: int | None = None
+    """The most bytes that all of its files may have together; ``None``: as many as the disk has room for."""
+    writer: str = ""
+    """The name of the part that writes into it; empty for a part that only reads."""
+
+
 class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The settings of an engine process."""
 
@@ -71,6 +81,8 @@ class EngineStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     history: str = ""
     """The file in which an engine that drafts tokens keeps its history of answers, so that it survives the process;
     empty: in memory alone."""
+    columns: StoreStart | None = None
+    """The store for the kept-sets and experts of sampled tokens; ``None``: they travel with the tokens."""
     interleaving: str = ""
     """The file in which the engine records its messages and the steps before which they came; empty: it records
     none."""
@@ -97,6 +109,8 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The way by which the weights are sent to the engines."""
     num_threads: int
     """The number of cores that this rank computes with."""
+    columns: StoreStart | None = None
+    """The store in which kept-sets and experts of a batch may lie; ``None``: they come with the batch."""
     lending: Lending | None = None
     """The cores that the learner may borrow; ``None``: it computes with its own cores alone."""
     rank: int = 0

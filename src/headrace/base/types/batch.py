@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.recorded import KeptSets, Routing
+from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import oldest
@@ -22,6 +23,8 @@ BYTES_PER_TOKEN = 17.0
 """Bytes of a token in the columns that every batch has."""
 BYTES_PER_SAMPLE = 12.0
 """Bytes of a sample in the columns of samples."""
+REFERENCE_BYTES = 64.0
+"""Bytes of a reference to rows in a store, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,9 +149,10 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         """Return the size of each sample with its columns, in bytes."""
         bytes_N = np.full(self.num_tokens, BYTES_PER_TOKEN)
         if self.kept is not None:
-            bytes_N += self.kept.sizes_T.itemsize + self.kept.ids_E.itemsize * self.kept.sizes_T
+            bytes_N += self.kept.sizes_T.itemsize
+            bytes_N += _mean(self.kept.stored, self.num_tokens) or self.kept.ids_E.itemsize * self.kept.sizes_T
         if self.routing is not None:
-            bytes_N += self.routing.known_T.itemsize
+            bytes_N += self.routing.known_T.itemsize + _mean(self.routing.stored, self.num_tokens)
             bytes_N[self.routing.known_T] += self.routing.experts_RLK[:1].nbytes
         if self.teacher_scores is not None:
             scores = self.teacher_scores[:1]
@@ -203,6 +207,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         trains (``step``), minus the version that sampled the token. For a token of mixed versions the older one
         counts."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
+
+
+def _mean(stored: Stored, num_tokens: int) -> float:
+    """Return how many bytes of references to ``stored`` rows there are for each of ``num_tokens`` tokens."""
+    return REFERENCE_BYTES * len(stored) / max(1, num_tokens)
 
 
 def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:

@@ -1,5 +1,6 @@
 """The records of a sampled token that an exact loss needs beyond its log-probability: the vocabulary entries that could
-have been drawn, and the experts that computed it.
+have been drawn, and the experts that computed it. They take most of a token's bytes, so their rows may lie in a store
+in place of memory (:mod:`headrace.base.types.stored`); code that computes with them reads them first.
 
 Shape legend: T tokens of one span, E entries of all kept-sets, R tokens whose routing is known, L mixture-of-experts
 layers, K experts per token and layer.
@@ -15,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types.columns import IntColumn
+from headrace.base.types.stored import Stored, cut, joined, num_rows
 
 Experts = npt.NDArray[np.unsignedinteger[Any]]
 """Indices of experts, as unsigned integers of any size."""
@@ -35,6 +37,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
     """The vocabulary ids of all kept-sets, token after token, ascending within a token."""
     sizes_T: IntColumn
     """The size of each token's kept-set; the sum is E."""
+    stored: Stored = ()
+    """Where the E ids lie in a store; ``ids_E`` is empty then. Empty if the ids are in memory."""
 
     @classmethod
     def none(cls, count: int) -> KeptSets:
@@ -52,17 +56,17 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         """Return the kept-sets of the tokens of all ``parts``, one part after the other."""
         if not parts:
             return cls.none(0)
-        return cls(
-            ids_E=np.concatenate([part.ids_E for part in parts]),
-            sizes_T=np.concatenate([part.sizes_T for part in parts]),
-        )
+        ids_E, stored = joined([(part.ids_E, part.stored) for part in parts])
+        return cls(ids_E=ids_E, sizes_T=np.concatenate([part.sizes_T for part in parts]), stored=stored)
 
     def spans(self) -> list[IntColumn]:
         """Return one array per token: the ids of its kept-set."""
+        assert not self.stored, "the kept-sets were not read from their store"
         return np.split(self.ids_E, np.cumsum(self.sizes_T)[:-1]) if len(self) else []
 
     def take(self, places: npt.NDArray[np.int64]) -> KeptSets:
         """Return the kept-sets of the tokens at the indices ``places``, in that order."""
+        assert not self.stored, "the kept-sets were not read from their store"
         sizes = self.sizes_T[places].astype(np.int64)
         starts = (np.cumsum(self.sizes_T) - self.sizes_T)[places]
         ends = np.cumsum(sizes)
@@ -71,11 +75,15 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
 
     def problem(self, ids_T: IntColumn) -> str:
         """Return why these cannot be the kept-sets of the tokens ``ids_T``, in words: a wrong number of tokens, or a
-        set that does not contain the sampled token. Empty if they can."""
+        set that does not contain the sampled token. Empty if they can. Ids in a store were compared before they were
+        written, and are compared again when they have been read."""
         if len(self) != len(ids_T):
             return f"kept-sets of {len(self)} tokens for {len(ids_T)} tokens"
-        if int(self.sizes_T.sum()) != len(self.ids_E) or (self.sizes_T < 0).any():
-            return f"the sizes of the kept-sets sum to {int(self.sizes_T.sum())}, but {len(self.ids_E)} ids are there"
+        num_ids = num_rows(self.ids_E, self.stored)
+        if int(self.sizes_T.sum()) != num_ids or (self.sizes_T < 0).any():
+            return f"the sizes of the kept-sets sum to {int(self.sizes_T.sum())}, but {num_ids} ids are there"
+        if self.stored:
+            return ""
         owner_E = np.repeat(np.arange(len(self)), self.sizes_T)
         found = np.zeros(len(self), bool)
         found[owner_E[self.ids_E == ids_T[owner_E]]] = True
@@ -94,7 +102,8 @@ class KeptSets(msgspec.Struct, frozen=True, kw_only=True):
         """Return the kept-sets of the tokens in the slice ``span``, which has no step, without a copy."""
         sizes_T = self.sizes_T[span]
         first = int(self.sizes_T[: span.indices(len(self))[0]].sum())
-        return KeptSets(ids_E=self.ids_E[first : first + int(sizes_T.sum())], sizes_T=sizes_T)
+        ids_E, stored = cut(self.ids_E, self.stored, first, first + int(sizes_T.sum()))
+        return KeptSets(ids_E=ids_E, sizes_T=sizes_T, stored=stored)
 
 
 class Routing(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,6 +120,8 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the token's routing was recorded; R of them are true."""
     experts_RLK: Experts
     """The experts of the known tokens only, in the order of their rank; uint8, or uint16 above 256 experts."""
+    stored: Stored = ()
+    """Where the R rows lie in a store; ``experts_RLK`` has no row then. Empty if the rows are in memory."""
 
     @classmethod
     def unknown(cls, count: int, *, num_layers: int, top_k: int, dtype: npt.DTypeLike = np.uint8) -> Routing:
@@ -121,13 +132,14 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     @classmethod
     def concat(cls, parts: Sequence[Routing]) -> Routing:
         """Return the routing of the tokens of all ``parts``, one part after the other; there is at least one part."""
+        experts_RLK, stored = joined([(part.experts_RLK, part.stored) for part in parts])
         return cls(
-            known_T=np.concatenate([part.known_T for part in parts]),
-            experts_RLK=np.concatenate([part.experts_RLK for part in parts]),
-        )
+            known_T=np.concatenate([part.known_T for part in parts]), experts_RLK=experts_RLK, stored=stored
+        )  # fmt: skip
 
     def take(self, places: npt.NDArray[np.int64]) -> Routing:
         """Return the routing of the tokens at the indices ``places``, in that order."""
+        assert not self.stored, "the experts were not read from their store"
         known = self.known_T[places]
         rows = (np.cumsum(self.known_T) - 1)[places[known]]
         return Routing(known_T=known, experts_RLK=self.experts_RLK[rows])
@@ -136,8 +148,9 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
         """Return why this cannot be the routing of ``count`` tokens, in words; empty if it can."""
         if len(self) != count:
             return f"routing of {len(self)} tokens for {count} tokens"
-        if self.experts_RLK.ndim != 3 or int(self.known_T.sum()) != len(self.experts_RLK):
-            return f"routing rows of shape {self.experts_RLK.shape} for {int(self.known_T.sum())} known tokens"
+        if self.experts_RLK.ndim != 3 or int(self.known_T.sum()) != num_rows(self.experts_RLK, self.stored):
+            shape = [num_rows(self.experts_RLK, self.stored), *self.experts_RLK.shape[1:]]
+            return f"routing rows of shape {tuple(shape)} for {int(self.known_T.sum())} known tokens"
         return ""
 
     def __len__(self) -> int:
@@ -147,8 +160,10 @@ class Routing(msgspec.Struct, frozen=True, kw_only=True):
     def __getitem__(self, span: slice) -> Routing:
         """Return the routing of the tokens in the slice ``span``, which has no step, without a copy."""
         known_T = self.known_T[span]
-        first = np.count_nonzero(self.known_T[: span.indices(len(self))[0]])
-        return Routing(known_T=known_T, experts_RLK=self.experts_RLK[first : first + np.count_nonzero(known_T)])
+        first = int(np.count_nonzero(self.known_T[: span.indices(len(self))[0]]))
+        last = first + int(np.count_nonzero(known_T))
+        experts_RLK, stored = cut(self.experts_RLK, self.stored, first, last)
+        return Routing(known_T=known_T, experts_RLK=experts_RLK, stored=stored)
 
     def __add__(self, other: Routing) -> Routing:
         """Return the routing of these tokens followed by those of ``other``."""

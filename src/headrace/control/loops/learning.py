@@ -78,6 +78,8 @@ class LearningLoop:
         if waited_s:
             self._trace_wait(ordered)
         report, trained_s = await ordered.trained
+        for problem in report.problems:
+            state.warn(f"step {ordered.step}: {problem}", kind="problems of a step")
         if ordered.masked:
             dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))

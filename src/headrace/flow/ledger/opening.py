@@ -67,6 +67,11 @@ def has_ledger(run_dir: Path) -> bool:
     return (run_dir / SQLITE_FILE).exists() or (run_dir / REDIS_FILE).exists()
 
 
+def ledger_bytes(run_dir: Path) -> int:
+    """Return the size of the ledger's files in ``run_dir``, in bytes; 0 for a ledger on a Redis server."""
+    return sum(file.stat().st_size for file in run_dir.glob(f"{SQLITE_FILE}*"))
+
+
 def make_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
     """Return the ledger of the run in ``run_dir`` for writing: the existing one, or a new one as the settings say.
     Raises :class:`~headrace.base.errors.LedgerError` if the run was started with another kind of ledger, or if the

@@ -52,6 +52,7 @@ from headrace.base.types.weights import WeightUpdate
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.config import ENGINES, EngineSetup
 from headrace.launch.channel import PartChannel, PartEnd
+from headrace.launch.hosts.columns import EngineColumns
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
 from headrace.launch.interleaving import read_interleaving
@@ -111,13 +112,15 @@ def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineHostConfig:
-    """The recorder and the gate of a recorded or replayed run, and the cores and the clock that the engine's loop
-    uses."""
+    """The recorder and the gate of a recorded or replayed run, and the store, the cores and the clock that the engine's
+    loop uses."""
 
     recorder: DeliveryRecorder | None = None
     """Records the messages that the engine handles; ``None``: they are not recorded."""
     gate: ReplayGate | None = None
     """Holds messages back until their recorded step, in a replay; ``None``: they are handled when they come."""
+    columns: EngineColumns = field(default_factory=EngineColumns)
+    """Puts kept-sets and experts into a store, if the run has one."""
     cores: AnyCores = field(default_factory=OwnCores)
     """The cores with which the engine computes."""
     clock: Clock = field(default_factory=RealClock)
@@ -142,6 +145,7 @@ class EngineHost:
         self._recorder = config.recorder
         self._gate = config.gate
         self._cores = config.cores
+        self._columns = config.columns
         self._steps = 0
         self._clock = config.clock
         self._commits: dict[int, int] = {}
@@ -300,6 +304,7 @@ class EngineHost:
         """Compute the logprobs of given tokens, and the likeliest entries if the order asks for them, and send them, or
         the failure."""
         try:
+            message = self._columns.read(message)
             if message.top_k:
                 top = self._core.top_scores(message)
                 scores = ScoresReply(
@@ -313,13 +318,15 @@ class EngineHost:
             self._channel.send(scores)
 
     def _report(self, chunks: list[TokenChunk], *, now: bool = False) -> None:
-        """Send ``chunks``, with counters and spans. Without chunks, send these only ``now``, at the end of the work, or
+        """Send ``chunks``, with counters and spans; their kept-sets and experts go into the store, if there is one, and
+        a sequence for which it has no room fails. Without chunks, send these only ``now``, at the end of the work, or
         if the last report is :data:`REPORT_S` ago."""
         time_s = self._clock.now()
         idle = self._busy_since is not None and not self._core.has_work()
         due = self._busy_since is not None and time_s - self._reported_s >= REPORT_S
         if not (chunks or idle or due or now):
             return
+        chunks = self._columns.stored(chunks, self._core.abort)
         stats = self._core.stats()
         spans, self._spans = self._spans, []
         if self._busy_since is not None and (idle or due):
@@ -347,13 +354,13 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
 def _host_config(start: EngineStart) -> EngineHostConfig:
     """Return the configuration of the host: with a recorder if the run records its interleaving, and with a gate that
     repeats a recorded one if it is a replay."""
-    mine = cores(start.lending)
+    mine, columns = cores(start.lending), EngineColumns(start.columns)
     if not start.interleaving:
-        return EngineHostConfig(cores=mine)
+        return EngineHostConfig(cores=mine, columns=columns)
     names = RequestNames()
     recorder = DeliveryRecorder(Path(start.interleaving), names)
     if start.recorded is None:
-        return EngineHostConfig(recorder=recorder, cores=mine)
+        return EngineHostConfig(recorder=recorder, cores=mine, columns=columns)
     recorded = start.recorded
     gate = ReplayGate(
         read_interleaving(Path(recorded.interleaving)),
@@ -362,7 +369,7 @@ def _host_config(start: EngineStart) -> EngineHostConfig:
         deadline_s=recorded.deadline_s,
         name_request=lambda seed: _name_request(seed, recorded),
     )
-    return EngineHostConfig(recorder=recorder, gate=gate, cores=mine)
+    return EngineHostConfig(recorder=recorder, gate=gate, cores=mine, columns=columns)
 
 
 def _name_request(seed: int, run: RecordedEngine) -> str:

@@ -14,7 +14,7 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -29,7 +29,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import run_token
-from headrace.base.errors import ComponentDied, HeadraceError, RankLost, RunError, WeightsError
+from headrace.base.errors import ComponentDied, HeadraceError, RankLost, StoreError, WeightsError
 from headrace.base.heap import gc_frozen
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec, Shutdown
@@ -49,9 +49,10 @@ from headrace.base.types.trace import Span
 from headrace.base.types.weights import WeightUpdate
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import EXIT_RANK_LOST
+from headrace.launch.hosts.batches import ReadBatch, put_together, read
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.lending import AnyCores, cores
-from headrace.launch.starts import LearnerStart
+from headrace.launch.starts import LearnerStart, StoreStart
 from headrace.learner import LearnerConfig
 from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
@@ -85,7 +86,7 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
     with joined(config.parallel, start.place, device, start.rendezvous) as ranks:
         try:
             with explained_rank_loss(start.rank):
-                _run(start, config, OrderStream(channel, ranks))
+                _run(start, config, OrderStream(channel, ranks, start.columns))
         except RankLost:
             traceback.print_exc()
             sys.stderr.flush()
@@ -158,10 +159,12 @@ def heartbeat(channel: PartChannel, progress: Progress) -> Iterator[None]:
 class OrderStream:
     """The controller's orders, which every rank receives, and the answers, which rank 0 sends for all."""
 
-    def __init__(self, channel: PartChannel, ranks: AnyRanks) -> None:
-        """Receive orders from ``channel`` on rank 0, and from rank 0 on the others; ``ranks`` connects them."""
+    def __init__(self, channel: PartChannel, ranks: AnyRanks, columns: StoreStart | None = None) -> None:
+        """Receive orders from ``channel`` on rank 0, and from rank 0 on the others; ``ranks`` connects them.
+        ``columns`` is the store in which columns of their batches may lie, if there is one."""
         self.channel = channel
         self.ranks = ranks
+        self._columns = columns
         self._codec = MessageCodec(Message)
 
     def receive(self) -> Iterator[Order]:
@@ -173,8 +176,9 @@ class OrderStream:
             if isinstance(message, BatchPart):
                 parts.append(message)
             elif isinstance(message, Train | Logprobs):
-                yield _with_parts(message, parts)
+                batch = put_together(message.batch, message.num_parts, message.call, parts)
                 parts.clear()
+                yield msgspec.structs.replace(message, batch=batch, num_parts=0)
             else:
                 yield message
 
@@ -187,6 +191,11 @@ class OrderStream:
                 yield from self._pass_on(self.ranks)
             elif words := self.ranks.broadcast(None):
                 yield self._codec.decode(words)
+
+    def read(self, batch: Batch) -> ReadBatch:
+        """Return a batch of an order with the columns that lie in the store; all ranks must call this at the same
+        time."""
+        return read(batch, self._columns, self.ranks)
 
     def answer(self, message: Any) -> None:
         """Send ``message`` to the controller if this is rank 0; on other ranks, do nothing."""
@@ -202,19 +211,6 @@ class OrderStream:
             yield message
         if not messages:
             ranks.broadcast(b"")
-
-
-def _with_parts(order: Train | Logprobs, parts: Sequence[BatchPart]) -> Train | Logprobs:
-    """Return ``order`` with its whole batch, of which ``parts`` came before it. Raises
-    :class:`~headrace.base.errors.RunError` if they are not all."""
-    own = [part.batch for part in parts if part.call == order.call]
-    if len(own) != order.num_parts or len(own) != len(parts):
-        raise RunError(
-            f"the batch of {_in_words(order)} should come in {order.num_parts} parts and a rest, but {len(own)} of "
-            f"{len(parts)} parts are its own",
-            remedy="resume the run; controller and learner must have the same version of headrace",
-        )
-    return msgspec.structs.replace(order, batch=Batch.join([*own, order.batch]), num_parts=0)
 
 
 class PublishedBuffers:
@@ -283,10 +279,14 @@ class LearnerHost:
         second time from a thread, when the version is announced."""
         match message:
             case Train(call=call, batch=batch):
-                report = self._core.train(batch)
+                found = self._orders.read(batch)
+                report = found.told(self._core.train(found.batch))
                 self._orders.answer(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(batch)))
+                found = self._orders.read(batch)
+                if found.why:
+                    raise StoreError(found.why, remedy="look at the folder 'columns' of the run's directory")
+                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
             case Publish():
                 self._publish(message)
             case Resend():

@@ -38,22 +38,25 @@ def ledger(
         refuse_no_ledger(run_dir)
     book = open_ledger(run_dir)
     try:
-        agrees = _replay(run_dir, book, as_json) if replay else _show(book, as_json)
+        agrees = _replay(run_dir, book, as_json) if replay else _show(run_dir, book, as_json)
     finally:
         book.close()
     if not agrees:
         raise typer.Exit(1)
 
 
-def _show(book: Ledger, as_json: bool) -> bool:
-    """Print the counts, the ages of trained tokens and the lengths of episodes in the ledger ``book``, as tables or
-    with ``as_json`` as JSON. Return whether the books balance."""
+def _show(run_dir: Path, book: Ledger, as_json: bool) -> bool:
+    """Print the counts, the ages of trained tokens and the lengths of episodes in the ledger ``book`` of the run in
+    ``run_dir``, and the sizes of its files, as tables or with ``as_json`` as JSON. Return whether the books balance."""
+    from headrace.base.store import COLUMNS, directory_bytes
     from headrace.control.metrics.summary import ledger_summary
+    from headrace.flow.ledger.opening import ledger_bytes
     from headrace.flow.ledger.survivors import survivors
     from headrace.run.observe.words import plural
 
     conservation, ages, bias = book.conservation(), book.ages(), survivors(book.lengths())
     updates = book.updates()
+    columns_bytes = directory_bytes(run_dir / COLUMNS)
     if as_json:
         tree: dict[str, Any] = {
             "conservation": ledger_summary(conservation),
@@ -61,6 +64,8 @@ def _show(book: Ledger, as_json: bool) -> bool:
             "steps": len(updates),
             "updates": sum(updates.values()),
             "ages": ages,
+            "ledger_bytes": ledger_bytes(run_dir),
+            "columns_bytes": columns_bytes,
             "survivors": None if bias is None else {**msgspec.structs.asdict(bias), "biased": bias.biased},
             "notes": [{"kind": kind, "detail": detail, "at_s": at_s} for kind, detail, at_s in book.notes()],
         }
@@ -77,6 +82,8 @@ def _show(book: Ledger, as_json: bool) -> bool:
         out.print(age_table)
     if bias is not None:
         _show_survivors(out, bias)
+    stored = f", and kept-sets and experts {columns_bytes / 1e6:,.1f} MB" if columns_bytes else ""
+    out.print(f"\nthe ledger's files have {ledger_bytes(run_dir) / 1e6:,.1f} MB{stored}")
     out.print("\nthe books balance" if conservation.holds else "\nTHE BOOKS DO NOT BALANCE", style="bold")
     return conservation.holds
 

@@ -18,6 +18,7 @@ from headrace.algo.config import AlgoConfig
 from headrace.algo.losses.supervised import Ce, RefKl
 from headrace.algo.reductions import ConstantDivisor, SequenceMeanTokenSum, TokenMean
 from headrace.base.errors import DataError, nearest
+from headrace.flow.columns import ColumnsConfig
 from headrace.flow.filters import LengthFilter
 from headrace.learner import LearnerConfig
 from headrace.learner.auxiliary.config import MOST_VERSIONS, CriticConfig, Frozen, OtherModel, SampledVersions
@@ -55,6 +56,13 @@ _WEIGHTS: Rules = (
         broken=lambda c: c.sync.rolling is not None and c.sync.rolling > c.engine.count,
         reason="sync.rolling={sync.rolling} engines are to commit at once, and engine.count={engine.count}",
         remedy="set sync.rolling <= {engine.count}, or leave it out",
+    ),
+    SettingsRule(
+        keys=("flow.columns", "launch.kind"),
+        broken=lambda c: c.flow.columns != ColumnsConfig() and c.launch.remote,
+        reason="flow.columns is set, and with launch.kind={launch.kind!r} engines and learner may be on several "
+        "machines, between which kept-sets and experts travel with the tokens",
+        remedy="leave flow.columns out, or set launch.kind = 'local'",
     ),
 )
 

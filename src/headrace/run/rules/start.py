@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.base.types.task import Task
+from headrace.flow.columns import ColumnsConfig
 from headrace.models import context_length
 from headrace.models.devices import CPU, Devices
 from headrace.models.rope import ContextLimit
@@ -34,13 +35,15 @@ class MachineFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """The facts that the rules in :data:`MODEL` read: the settings and the tokenizer's chat template, which are known
-    before the rows are read."""
+    """The facts that the rules in :data:`MODEL` read: the settings, the tokenizer's chat template and the kind of
+    model, which are known before the rows are read."""
 
     config: RunSections
     """The settings of the run."""
     chat_template: str | None
     """The template by which the tokenizer writes messages; ``None`` where it has none."""
+    routes: bool
+    """Whether the model is a mixture of experts whose routing can be recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +155,15 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
 )
 """The rules that are checked before any file is read."""
 
+
+def _idle_store(facts: ModelFacts) -> Broken:
+    """Return whether ``flow.columns`` is set although the run records neither kept-sets nor experts."""
+    learner, engine = facts.config.learner, facts.config.engine
+    truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
+    records = (truncated and learner.keep_sampling_mask) or (facts.routes and learner.keep_routing)
+    return facts.config.flow.columns != ColumnsConfig() and not records
+
+
 MODEL: tuple[SettingsRule[ModelFacts], ...] = (
     SettingsRule(
         keys=("env.kind", "model.path"),
@@ -159,6 +171,13 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
         reason="env.kind={env.kind!r} speaks in messages, and the tokenizer of model.path={model.path!r} has no chat "
         "template",
         remedy="use a chat model, or add a chat_template.jinja to the model directory",
+    ),
+    SettingsRule(
+        keys=("flow.columns", "engine.top_k", "learner.keep_routing"),
+        broken=_idle_store,
+        reason="flow.columns is set, and this run records neither kept-sets (engine.top_k, top_p or min_p with "
+        "learner.keep_sampling_mask) nor experts (a mixture with learner.keep_routing) that could lie in a store",
+        remedy="leave flow.columns out",
     ),
 )
 """The rules that are checked when the tokenizer is loaded."""

@@ -157,7 +157,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         _refuse_ranks(config)
     rows, eval_rows = _needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
-    refuse(MODEL, config, ModelFacts(config=config, chat_template=tokenizer.chat_template))
+    mixture = routes(read_config(config.model.path))
+    refuse(MODEL, config, ModelFacts(config=config, chat_template=tokenizer.chat_template, routes=mixture))
     column, own_prompts = config.data.prompt_column, config.env.remote
     tasks = make_tasks(rows, column, tokenizer, source=config.data.path or "data", optional=own_prompts)
     eval_source = config.data.eval_path or "eval_data"
@@ -437,6 +438,7 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         agents=prepared.agents,
         teachers=prepared.teachers,
         sync=config.sync,
+        columns=config.flow.columns,
         version_bytes=_version_bytes(config),
         launch=config.launch,
         devices=prepared.devices,

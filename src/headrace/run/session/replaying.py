@@ -17,7 +17,8 @@ import torch
 from headrace.algo.objective import Objective
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores
-from headrace.base.errors import ConfigError, LedgerError
+from headrace.base.errors import ConfigError, LedgerError, StoreError
+from headrace.base.store import COLUMNS, StoreReader, read_batch
 from headrace.base.types.batch import Batch
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.credit import credit
@@ -82,7 +83,7 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     ):
         for version in range(len(steps) + 1):
             if version:
-                learner.train(_batch(config, ledger, version - 1, steps[version - 1]))
+                learner.train(_read(_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS))
             publisher.copy(version % 2)
             checksum = version_checksum(publisher.announce(version, version % 2))
             if version in recorded:
@@ -90,6 +91,18 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
                 (agree if same else differ).append(version)
                 on_progress(f"version {version}: {'agrees' if same else 'DIFFERS'}")
     return Replay(steps=len(steps), agree=agree, differ=differ)
+
+
+def _read(batch: Batch, directory: Path) -> Batch:
+    """Return a batch with those of its columns that lie in the store of its run, in ``directory``. Raises
+    :class:`~headrace.base.errors.StoreError` if they cannot be read."""
+    found, lost = read_batch(batch, StoreReader(directory))
+    if lost:
+        raise StoreError(
+            f"step {batch.step} cannot be trained again: {next(iter(lost.values())).problem}",
+            remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
+        )
+    return found
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:

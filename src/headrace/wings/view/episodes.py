@@ -28,6 +28,7 @@ from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, versions_of
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.flow.ledger.browse import ORDERS, Browser, EpisodeQuery, EpisodeRow
+from headrace.wings.view.columns import with_columns
 from headrace.wings.view.credit import EpisodeAdvantages
 from headrace.wings.view.run import OpenRun
 
@@ -101,6 +102,7 @@ def shown(run: OpenRun, advantage_cache: EpisodeAdvantages, name: str) -> dict[s
     episode = run.browser().episode(key)
     if episode is None:
         raise DataError(f"there is no episode {key} that has ended", remedy="choose one from the list")
+    episode = with_columns(episode, run.directory)
     siblings = run.browser().page(EpisodeQuery(group=key.group), order="oldest", limit=MOST_PAGE)
     row = next(each for each in siblings if each.place == key.place)
     advantages, why = advantage_cache.of(run, episode, row)
@@ -324,6 +326,7 @@ def _turn_of(run: OpenRun, name: str, turn: int) -> tuple[EpisodeGraph, Turn]:
     episode = run.browser().episode(key)
     if episode is None or not 0 <= turn < len(episode.turns):
         raise DataError(f"episode {key} has no turn {turn}", remedy="choose one from the list")
+    episode = with_columns(episode, run.directory)
     return episode, episode.turns[turn]
 
 

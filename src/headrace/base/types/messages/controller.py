@@ -179,6 +179,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     sampled token."""
     updates: int = 1
     """The number of updates of the weights that were made from the batch."""
+    problems: tuple[str, ...] = ()
+    """What went wrong in the step without ending it, each in words."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -1,0 +1,91 @@
+"""Batches as a rank of the learner gets them: in parts, and with references to columns that lie in the store of the run
+(kept-sets, experts), which every rank reads for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import ComponentDied, RunError
+from headrace.base.store import COLUMNS_LOST, StoreReader, lies_in_store, read_batch, without_groups
+from headrace.base.types.batch import Batch
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.messages.learner import BatchPart
+from headrace.launch.starts import StoreStart
+from headrace.learner.parallel.mesh import AnyRanks, SingleRank
+
+_REASONS = msgspec.msgpack.Decoder(dict[int, str])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBatch:
+    """A batch whose columns are all in memory."""
+
+    batch: Batch
+    lost_tokens: int = 0
+    """The number of tokens without loss because columns of their groups could not be read."""
+    why: str = ""
+    """The reason for the first of those groups; empty if there are none."""
+
+    def told(self, report: StepReport) -> StepReport:
+        """Return the report of the step on this batch, with the tokens that lost their loss before it."""
+        if not self.why:
+            return report
+        dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
+        words = (
+            f"kept-sets or experts could not be read, so that the tokens of their groups carried no loss: {self.why}"
+        )
+        return msgspec.structs.replace(report, dropped_tokens=dropped, problems=(*report.problems, words))
+
+
+def put_together(last: Batch, num_parts: int, call: int, parts: Sequence[BatchPart]) -> Batch:
+    """Return the batch of the order ``call``, of which ``last`` are the last samples, and ``parts`` are the parts that
+    came before it. Raises :class:`~headrace.base.errors.RunError` if these are not its ``num_parts`` parts."""
+    own = [part.batch for part in parts if part.call == call]
+    if len(own) != num_parts or len(own) != len(parts):
+        raise RunError(
+            f"the batch of step {last.step} should come in {num_parts} parts and a rest, but {len(own)} of "
+            f"{len(parts)} parts are its own",
+            remedy="resume the run; controller and learner must have the same version of headrace",
+        )
+    return Batch.join([*own, last])
+
+
+def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
+    """Return a batch whose columns are all in memory; those in the store that ``start`` describes are read. All ranks
+    call this with the same batch. The tokens of a group of which rank 0 cannot read something carry no loss, on every
+    rank.
+
+    Raises :class:`~headrace.base.errors.ComponentDied` on another rank that cannot read what rank 0 could, and
+    :class:`~headrace.base.errors.RunError` if there is no store.
+    """
+    if not lies_in_store(batch):
+        return ReadBatch(batch=batch)
+    if start is None:
+        raise RunError(
+            f"the batch of step {batch.step} refers to columns in a store, and this learner has none",
+            remedy="resume the run; controller and learner must have the same version of headrace",
+        )
+    found, lost = read_batch(batch, StoreReader(Path(start.directory)))
+    reasons = {group: error.problem for group, error in lost.items()}
+    if not isinstance(ranks, SingleRank):
+        reasons = _agreed(reasons, ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None))
+    if not reasons:
+        return ReadBatch(batch=found)
+    found, lost_tokens = without_groups(found, reasons)
+    return ReadBatch(batch=found, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
+
+
+def _agreed(reasons: dict[int, str], leaders: bytes) -> dict[int, str]:
+    """Return the groups that carry no loss, with the reason of each: those of rank 0, which has sent ``leaders``.
+    Raises :class:`~headrace.base.errors.ComponentDied` if ``reasons``, those of this rank, have further groups."""
+    known: dict[int, str] = _REASONS.decode(leaders)
+    further = [why for group, why in reasons.items() if group not in known]
+    if further:
+        raise ComponentDied(
+            f"a rank cannot read what rank 0 has read: {further[0]}", remedy="run all ranks on one machine"
+        )  # fmt: skip
+    return known

@@ -1,0 +1,62 @@
+"""The use of the store for heavy columns (kept-sets, experts) in the process of an engine, which puts them there and
+sends references."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.errors import SequenceFailed, StoreError
+from headrace.base.store import ColumnStore, StoreReader
+from headrace.base.types.episode import TokenChunk
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.tokens import NO_TOKENS
+from headrace.launch.starts import StoreStart
+
+
+class EngineColumns:
+    """The store as an engine's process uses it. Without one, everything stays in the messages."""
+
+    def __init__(self, start: StoreStart | None = None) -> None:
+        """Use the store that ``start`` describes; ``None``: there is none. Raises
+        :class:`~headrace.base.errors.StoreError` if its directory cannot be made."""
+        self._directory = None if start is None else Path(start.directory)
+        self._store: ColumnStore | None = None
+        if start is not None and start.writer:
+            self._store = ColumnStore(Path(start.directory), start.writer, limit_bytes=start.limit_bytes)
+
+    def stored(self, chunks: list[TokenChunk], abort: Callable[[Sequence[int]], list[TokenChunk]]) -> list[TokenChunk]:
+        """Return chunks with references in place of their kept-sets and experts, which are in the store then. A
+        sequence for which the store has no room fails with the reason: it is withdrawn with ``abort``, which returns
+        the chunks that are due, and its last tokens are not sent."""
+        if self._store is None:
+            return chunks
+        sent: list[TokenChunk] = []
+        failed: set[int] = set()
+        left = deque(chunks)
+        while left:
+            chunk = left.popleft()
+            if chunk.request_id in failed:
+                continue
+            try:
+                sent.append(self._store.chunk(chunk))
+            except StoreError as error:
+                failed.add(chunk.request_id)
+                reason = SequenceFailed(error.problem, remedy=error.remedy)
+                sent.append(TokenChunk(request_id=chunk.request_id, tokens=NO_TOKENS, lost=chunk.lost).failed(reason))
+                left.extend(abort([chunk.request_id]))
+        return sent
+
+    def read(self, message: ScoreTokens) -> ScoreTokens:
+        """Return an order to score tokens with their kept-sets and experts in memory. Raises
+        :class:`~headrace.base.errors.StoreError` if they cannot be read."""
+        kept, routing = message.kept, message.routing
+        if self._directory is None or not ((kept and kept.stored) or (routing and routing.stored)):
+            return message
+        reader = StoreReader(self._directory)
+        return msgspec.structs.replace(
+            message, kept=kept and reader.kept(kept), routing=routing and reader.routing(routing)
+        )  # fmt: skip

@@ -1,0 +1,40 @@
+"""The kept-sets and experts of an episode, which lie in the store of its run while the rest is in the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from headrace.base.errors import StoreError
+from headrace.base.store import COLUMNS, StoreReader
+from headrace.base.types.episode import EpisodeGraph, Turn
+
+T = TypeVar("T")
+
+
+def with_columns(episode: EpisodeGraph, run_dir: Path) -> EpisodeGraph:
+    """Return an episode of the run in ``run_dir`` with its kept-sets and experts in memory. A column that cannot be
+    read, for example because ``flow.columns.keep`` was ``until_trained``, is left out as if it was not recorded."""
+    reader = StoreReader(run_dir / COLUMNS)
+    return replace(episode, turns=[_read(turn, reader) for turn in episode.turns])
+
+
+def _read(turn: Turn, reader: StoreReader) -> Turn:
+    """Return a turn with its columns in memory."""
+    kept, routing = turn.tokens.kept, turn.tokens.routing
+    tokens = msgspec.structs.replace(
+        turn.tokens, kept=_or_none(reader.kept, kept), routing=_or_none(reader.routing, routing)
+    )
+    return msgspec.structs.replace(turn, tokens=tokens, context_routing=_or_none(reader.routing, turn.context_routing))
+
+
+def _or_none(read: Callable[[T], T], column: T | None) -> T | None:
+    """Return a column as ``read`` reads it; ``None`` if it is ``None`` or cannot be read."""
+    try:
+        return None if column is None else read(column)
+    except StoreError:
+        return None

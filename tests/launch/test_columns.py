@@ -1,0 +1,197 @@
+"""Kept-sets and experts go from an engine's store to the learner; what cannot be stored or read is known by name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from headrace.base.errors import ComponentDied, RunError, SequenceFailed, StoreError
+from headrace.base.store import ColumnStore
+from headrace.base.types.batch import Batch
+from headrace.base.types.episode import StopReason, TokenChunk
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.messages.engine import ScoreTokens
+from headrace.base.types.messages.learner import Train
+from headrace.base.types.tokens import Tokens
+from headrace.launch.hosts.batches import read
+from headrace.launch.hosts.columns import EngineColumns
+from headrace.launch.starts import StoreStart
+from headrace.learner.parallel.mesh import Ranks, SingleRank
+from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
+
+ALONE = SingleRank(torch.device("cpu"))
+
+
+def stored(batch: Batch, directory: Path, per_part: int = 50) -> Batch:
+    """The batch with its kept-sets and experts in a store, ``per_part`` tokens in a part."""
+    store = ColumnStore(directory, "engine-0", file_bytes=2000)
+    chunks = []
+    for first in range(0, batch.num_tokens, per_part):
+        span = slice(first, first + per_part)
+        tokens = Tokens(
+            ids_T=batch.ids_N[span],
+            logprobs_T=batch.logprobs_N[span],
+            versions_T=batch.versions_N[span],
+            kept=batch.kept and batch.kept[span],
+            routing=batch.routing and batch.routing[span],
+        )
+        chunks.append(store.chunk(TokenChunk(tokens=tokens)).tokens)
+    tokens = Tokens.concat(chunks)
+    return msgspec.structs.replace(batch, kept=tokens.kept, routing=tokens.routing)
+
+
+def report(step: int) -> StepReport:
+    return StepReport(
+        step=step,
+        metrics={},
+        trained_tokens=1,
+        dropped_tokens={"nonfinite_logprob": 2},
+        log_pi_N=np.zeros(1, np.float32),
+        seconds=0.0,
+    )
+
+
+def test_the_learner_trains_the_batch_that_the_engines_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.launch.clients.learner.PART_BYTES", 4000)
+
+    async def order() -> None:
+        async with both_ends() as ends:
+            for seed in range(3):
+                batch = batch_of(seed, num_samples=100)
+                sent = stored(batch, tmp_path)
+                found = await ends.ordered(sent, train=True)
+                assert isinstance(found, Train)
+                got = read(found.batch, StoreStart(directory=str(tmp_path)), ALONE)
+                assert as_bytes(got.batch) == as_bytes(batch)
+                assert not got.told(report(seed)).problems
+
+    asyncio.run(order())
+
+
+def test_tokens_of_a_lost_part_are_counted_and_the_user_is_told(tmp_path: Path) -> None:
+    batch = stored(batch_of(0, num_samples=60), tmp_path)
+    (tmp_path / "engine-0.000001").unlink()
+    got = read(batch, StoreStart(directory=str(tmp_path)), ALONE)
+    assert 0 < got.lost_tokens < batch.num_loss_tokens
+    assert got.batch.num_loss_tokens == batch.num_loss_tokens - got.lost_tokens
+    told = got.told(report(0))
+    assert told.dropped_tokens == {"nonfinite_logprob": 2, "columns_lost": got.lost_tokens}
+    (problem,) = told.problems
+    assert "engine-0.000001" in problem
+    assert "carried no loss" in problem
+
+
+def test_a_learner_without_a_store_refuses_a_batch_that_lies_in_one(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="step 3 refers to columns in a store"):
+        read(stored(batch_of(3), tmp_path), None, ALONE)
+    plain = batch_of(3)
+    assert read(plain, None, ALONE).batch is plain
+
+
+class OneOfTwo(Ranks):
+    """Rank 0 or rank 1 of two, whose leader has sent ``leaders``."""
+
+    def __init__(self, rank: int, leaders: dict[int, str]) -> None:
+        self.rank = rank
+        self.leaders = leaders
+
+    @property
+    def is_leader(self) -> bool:
+        return self.rank == 0
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        assert (message is not None) == self.is_leader
+        return msgspec.msgpack.encode(self.leaders) if message is None else message
+
+
+def test_all_ranks_leave_out_what_the_first_could_not_read(tmp_path: Path) -> None:
+    batch, store = stored(batch_of(0, num_samples=60), tmp_path), StoreStart(directory=str(tmp_path))
+    whole = (tmp_path / "engine-0.000001").read_bytes()
+    (tmp_path / "engine-0.000001").unlink()
+    leader = read(batch, store, OneOfTwo(0, {}))
+    groups = np.unique(batch.groups_S[np.isin(batch.groups_S, leader.batch.groups_S)])
+    owners_N = np.repeat(batch.groups_S, batch.lengths_S)
+    lost = [group for group in groups.tolist() if not leader.batch.mask_N[owners_N == group].any()]
+    leaders = {group: leader.why for group in lost if batch.mask_N[owners_N == group].any()}
+    for present in (False, True):  # whether the other rank can read the file
+        if present:
+            (tmp_path / "engine-0.000001").write_bytes(whole)
+        other = read(batch, store, OneOfTwo(1, leaders))
+        assert as_bytes(other.batch) == as_bytes(leader.batch)
+        assert other.lost_tokens == leader.lost_tokens
+
+
+def test_a_rank_that_cannot_read_what_the_first_could_ends(tmp_path: Path) -> None:
+    batch = stored(batch_of(0, num_samples=60), tmp_path)
+    (tmp_path / "engine-0.000001").unlink()
+    with pytest.raises(ComponentDied, match=r"engine-0\.000001"):
+        read(batch, StoreStart(directory=str(tmp_path)), OneOfTwo(1, {}))
+
+
+def chunk_of(request_id: int, seed: int, *, ended: bool = False) -> TokenChunk:
+    batch = batch_of(seed)
+    tokens = Tokens(ids_T=batch.ids_N, logprobs_T=batch.logprobs_N, versions_T=batch.versions_N, routing=batch.routing)
+    return TokenChunk(request_id=request_id, tokens=tokens, stop_reason=StopReason.STOP if ended else None)
+
+
+def test_a_sequence_for_which_the_store_has_no_room_fails_and_others_go_on(tmp_path: Path) -> None:
+    columns = EngineColumns(StoreStart(directory=str(tmp_path), writer="engine-0"))
+    assert isinstance(columns._store, ColumnStore)
+    put: Callable[..., object] = columns._store.put
+    aborted: list[int] = []
+
+    def full(rows: object) -> object:
+        if len(aborted) == 0 and calls.append(rows) is None and len(calls) in (2, 4):
+            raise StoreError("the store is full", remedy="make room")
+        return put(rows)
+
+    calls: list[object] = []
+    columns._store.put = full  # type: ignore[method-assign, assignment]
+
+    def abort(request_ids: Sequence[int]) -> list[TokenChunk]:
+        aborted.extend(request_ids)  # an abort returns whatever is due, also of others
+        return [chunk_of(9, 4), chunk_of(request_ids[0], 5, ended=True)]
+
+    sent = columns.stored([chunk_of(1, 0), chunk_of(2, 1), chunk_of(3, 2), chunk_of(2, 3)], abort)
+    assert aborted == [2]
+    assert [(chunk.request_id, bool(chunk.error)) for chunk in sent] == [(1, False), (2, True), (3, False), (9, False)]
+    assert not len(sent[1].tokens)
+    with pytest.raises(SequenceFailed, match="the store is full") as failed:
+        sent[1].raise_error()
+    assert failed.value.remedy == "make room"
+    for chunk in (sent[0], sent[2], sent[3]):
+        assert chunk.tokens.routing is not None
+        assert chunk.tokens.routing.stored
+
+
+def test_an_engine_without_a_store_sends_everything(tmp_path: Path) -> None:
+    chunks = [chunk_of(1, 0)]
+    for columns in (EngineColumns(), EngineColumns(StoreStart(directory=str(tmp_path)))):
+        assert columns.stored(chunks, lambda _: []) is chunks
+
+
+def test_a_teacher_reads_the_kept_sets_that_the_policys_engine_stored(tmp_path: Path) -> None:
+    batch = batch_of(1)
+    columns = EngineColumns(StoreStart(directory=str(tmp_path)))
+    lying = stored(batch, tmp_path)
+    order = ScoreTokens(call=0, ids_T=batch.ids_N, kept=lying.kept, routing=lying.routing)
+    found = columns.read(order)
+    assert found.kept is not None
+    assert batch.kept is not None
+    np.testing.assert_array_equal(found.kept.ids_E, batch.kept.ids_E)
+    assert found.routing is not None
+    assert batch.routing is not None
+    np.testing.assert_array_equal(found.routing.experts_RLK, batch.routing.experts_RLK)
+    plain = ScoreTokens(call=0, ids_T=batch.ids_N, kept=batch.kept)
+    assert columns.read(plain) is plain
+    (tmp_path / "engine-0.000000").unlink()
+    with pytest.raises(StoreError, match="cannot be read"):
+        columns.read(order)
