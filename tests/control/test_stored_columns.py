@@ -111,6 +111,29 @@ def test_all_files_stay_by_default(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert num_files(tmp_path) == ColumnStore(tmp_path / COLUMNS, "engine")._next > 20
 
 
+def test_each_snapshot_finds_the_store_safe_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "INLINE_BYTES", 0)
+    synced: dict[int, int] = {}
+    monkeypatch.setattr(os, "fsync", lambda file: synced.update({os.fstat(file).st_ino: os.fstat(file).st_size}))
+    live(plan_of(tmp_path, "always"))
+    sizes = [file.stat() for file in sorted((tmp_path / COLUMNS).iterdir())]
+    assert len(sizes) > 20
+    for size in sizes[:10]:  # those that the first snapshots refer to
+        assert synced[size.st_ino] == size.st_size
+
+
+def test_files_of_dropped_groups_are_removed_at_the_next_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "INLINE_BYTES", 0)
+    plan = plan_of(tmp_path, "until_trained")
+    plan.flow |= {"policy": {"kind": "unbounded", "stale": "drop_oldest"}, "max_age": 2, "lead": 1}
+    life = live(plan)
+    assert sum(life.summary.ledger.groups.dropped.values()) > 0
+    assert not life.controller.state.flow.columns._free_at
+    assert num_files(tmp_path) < ColumnStore(tmp_path / COLUMNS, "engine")._next / 2
+
+
 class Complaining(FakeLearner):
     """Could not read the columns of two tokens in each step."""
 

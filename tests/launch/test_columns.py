@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -12,17 +13,21 @@ import pytest
 import torch
 
 from headrace.base.errors import ComponentDied, RunError, SequenceFailed, StoreError
-from headrace.base.store import ColumnStore
+from headrace.base.store import COLUMNS, ColumnStore
 from headrace.base.types.batch import Batch
-from headrace.base.types.episode import StopReason, TokenChunk
-from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, TokenChunk, Turn
+from headrace.base.types.messages.controller import Failure, ScoresReply, StepReport
 from headrace.base.types.messages.engine import ScoreTokens
-from headrace.base.types.messages.learner import Train
+from headrace.base.types.messages.learner import Logprobs, Train
 from headrace.base.types.tokens import Tokens
 from headrace.launch.hosts.batches import read
 from headrace.launch.hosts.columns import EngineColumns
+from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
+from headrace.launch.hosts.learner import LearnerHost, OrderStream
+from headrace.launch.lending import OwnCores
 from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import Ranks, SingleRank
+from headrace.wings.view.columns import with_columns
 from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
 
 ALONE = SingleRank(torch.device("cpu"))
@@ -195,3 +200,89 @@ def test_a_teacher_reads_the_kept_sets_that_the_policys_engine_stored(tmp_path: 
     (tmp_path / "engine-0.000000").unlink()
     with pytest.raises(StoreError, match="cannot be read"):
         columns.read(order)
+
+
+class Sent:
+    """A channel that remembers what a host sends, and the core behind the host, which remembers what it computes."""
+
+    def __init__(self) -> None:
+        self.messages: list[Any] = []
+        self.computed: list[Any] = []
+
+    def send(self, message: object) -> None:
+        self.messages.append(message)
+
+    def score(self, message: ScoreTokens) -> np.ndarray:
+        self.computed.append(message)
+        return np.zeros(len(message.ids_T), np.float32)
+
+    def train(self, batch: Batch) -> StepReport:
+        self.computed.append(batch)
+        return report(batch.step)
+
+    def logprobs(self, batch: Batch) -> np.ndarray:
+        self.computed.append(batch)
+        return batch.logprobs_N
+
+    def take_spans(self) -> tuple[()]:
+        return ()
+
+
+def test_an_engine_scores_tokens_with_the_kept_sets_of_the_store(tmp_path: Path) -> None:
+    batch, sent = batch_of(1), Sent()
+    lying = stored(batch, tmp_path)
+    columns = EngineColumns(StoreStart(directory=str(tmp_path)))
+    host = EngineHost(sent, sent, None, EngineHostConfig(columns=columns))  # type: ignore[arg-type]
+    host._score(ScoreTokens(call=4, ids_T=batch.ids_N, kept=lying.kept))
+    (order,) = sent.computed
+    assert batch.kept is not None
+    np.testing.assert_array_equal(order.kept.ids_E, batch.kept.ids_E)
+    (tmp_path / "engine-0.000000").unlink()
+    host._score(ScoreTokens(call=5, ids_T=batch.ids_N, kept=lying.kept))
+    assert [type(message) for message in sent.messages] == [ScoresReply, Failure]
+    assert sent.messages[1].call == 5
+    assert len(sent.computed) == 1
+
+
+def test_a_learner_reads_its_batch_and_answers_what_was_lost(tmp_path: Path) -> None:
+    batch, sent = batch_of(0, num_samples=60), Sent()
+    lying = stored(batch, tmp_path)
+    orders = OrderStream(sent, ALONE, StoreStart(directory=str(tmp_path)))  # type: ignore[arg-type]
+    host = LearnerHost(sent, None, orders, None, OwnCores())  # type: ignore[arg-type]
+    host._handle(Train(call=1, batch=lying))
+    host._handle(Logprobs(call=2, batch=lying))
+    assert [as_bytes(each) for each in sent.computed] == [as_bytes(batch)] * 2
+    assert sent.messages[0].report == report(0)
+    (tmp_path / "engine-0.000001").unlink()
+    host._handle(Train(call=3, batch=lying))
+    assert sent.messages[2].report.dropped_tokens["columns_lost"] > 0
+    assert sent.computed[2].num_loss_tokens < batch.num_loss_tokens
+    with pytest.raises(StoreError, match=r"engine-0\.000001"):
+        host._handle(Logprobs(call=4, batch=lying))
+
+
+def test_a_part_that_has_lost_its_columns_is_shown_without_them(tmp_path: Path) -> None:
+    batch = batch_of(2)
+    lying = stored(batch, tmp_path / COLUMNS)
+    tokens = Tokens(
+        ids_T=batch.ids_N,
+        logprobs_T=batch.logprobs_N,
+        versions_T=batch.versions_N,
+        kept=lying.kept,
+        routing=lying.routing,
+    )
+    turn = Turn(author="policy", tokens=tokens, context_routing=lying.routing)
+    episode = EpisodeGraph(key=EpisodeKey(0, 0), turns=[turn])
+    (read_turn,) = with_columns(episode, tmp_path).turns
+    assert read_turn.tokens.kept is not None
+    assert batch.kept is not None
+    np.testing.assert_array_equal(read_turn.tokens.kept.ids_E, batch.kept.ids_E)
+    assert read_turn.context_routing is not None
+    assert batch.routing is not None
+    np.testing.assert_array_equal(read_turn.context_routing.experts_RLK, batch.routing.experts_RLK)
+    for file in (tmp_path / COLUMNS).iterdir():
+        file.unlink()
+    (lost,) = with_columns(episode, tmp_path).turns
+    assert lost.tokens.kept is None
+    assert lost.tokens.routing is None
+    assert lost.context_routing is None
