@@ -33,14 +33,14 @@ from headrace.base.types.tokens import Tokens
 from headrace.flow.ledger.bundles import decode_entry, encode_bundle
 
 CODEC, ORDERS = MessageCodec(controller.Message), MessageCodec(learner.Message)
-LAYERS, EXPERTS = 3, 2
+LAYERS, EXPERTS = 6, 2
 
 
 def tokens_of(rng: np.random.Generator, count: int, *, kept: bool = True, routing: bool = True) -> Tokens:
-    """Sampled tokens with kept-sets of 0 to 9 ids, of which the sampled one is the first, and experts of most."""
+    """Sampled tokens with kept-sets of 0 to 9 ids, the sampled one first, and experts of half of them."""
     ids = rng.integers(0, 50, count)
     sets = [[int(token), *range(50, 50 + int(rng.integers(0, 9)))] if rng.random() < 0.8 else [] for token in ids]
-    known = rng.random(count) < 0.9
+    known = rng.random(count) < 0.5
     experts = rng.integers(0, 8, (int(known.sum()), LAYERS, EXPERTS)).astype(np.uint8)
     return Tokens(
         ids_T=ids.astype(np.int32),

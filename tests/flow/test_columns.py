@@ -72,13 +72,19 @@ def test_a_file_that_a_running_group_may_have_columns_in_stays(tmp_path: Path) -
 
 
 def test_files_are_told_apart_by_their_engines(tmp_path: Path) -> None:
-    files = ColumnFiles(tmp_path, PRUNING)
-    stores = [ColumnStore(tmp_path, name, file_bytes=900) for name in ("engine-1", "engine-11")]
-    files.ended(0, [turn(stores[0])], list)
-    for number in (1, 2, 3):
-        files.ended(number, [turn(stores[1])], list)
+    files, none = ColumnFiles(tmp_path, PRUNING), list[int]
+    one = ColumnStore(tmp_path, "engine-1", file_bytes=900)
+    other = ColumnStore(tmp_path, "engine-11", file_bytes=1700)  # two turns a file
+    files.ended(0, [turn(other)], none)
+    files.ended(1, [turn(one)], none)
+    files.ended(2, [turn(one)], none)  # closes the first file of engine-1, and none of engine-11
+    late = turn(other)  # of group 9, which runs
+    files.ended(3, [turn(other)], lambda: [9])
     files.trained([0, 1, 2, 3], step=0)
-    assert prune(files, 1) == ["engine-11.000000", "engine-11.000001"]
+    assert prune(files, 1) == ["engine-1.000000"]
+    files.ended(9, [late], none)
+    files.dropped(9)
+    assert prune(files, 1) == ["engine-11.000000"]
 
 
 def test_all_files_are_kept_unless_the_settings_say_otherwise(tmp_path: Path) -> None:

@@ -28,6 +28,20 @@ CASES: dict[str, tuple[Spec, str, float]] = {
         "tokens_s",
         700_000.0,
     ),
+    "answers of 2,048 tokens with 8 experts in 48 layers": (
+        {
+            "groups": 16,
+            "group_size": 8,
+            "tokens": 2048,
+            "turns": 1,
+            "given": 0,
+            "episodes": 2048,
+            "layers": 48,
+            "engines": 64,
+        },
+        "tokens_s",
+        400_000.0,
+    ),
     "agents of 20 turns and 16,000 tokens": (
         {"groups": 32, "group_size": 4, "tokens": 200, "turns": 20, "given": 600, "episodes": 2560},
         "tokens_s",
@@ -51,9 +65,9 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
     rows: list[Row] = []
     targets: list[Target] = []
     for name, (spec, figure, aim) in CASES.items():
-        whole = {**spec, "engines": ENGINES, "flush": FLUSH}
+        whole = {"engines": ENGINES, "flush": FLUSH, **spec}
         if quick:
-            whole |= {"engines": ENGINES // QUICK_SHARE, "episodes": spec["episodes"] // QUICK_SHARE}
+            whole |= {"engines": whole["engines"] // QUICK_SHARE, "episodes": spec["episodes"] // QUICK_SHARE}
         found: dict[str, list[Row]] = {side: [] for side in pythons}
         for round_ in range(1 if quick else ROUNDS):
             for side, python in pythons.items():

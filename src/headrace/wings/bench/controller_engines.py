@@ -1,10 +1,11 @@
 """The process of many engines without a model for the controller benchmark. They answer over the real sockets of
 engines, as fast as they can, with tokens that mean nothing.
 
-    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH
+    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS
 
-DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens. The
-process reads the secret of the run from its input, and ends with the process that started it.
+DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
+eight experts in each of LAYERS layers, which lie in a store where the package has one. The process reads the secret of
+the run from its input, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -23,12 +24,21 @@ from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages import engine
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Chunks, Committed, EngineStats, Ready, Staged
+from headrace.base.types.recorded import Routing
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
 from headrace.base.types.weights import SwapReport
 
+try:
+    from headrace.base.store import COLUMNS, ColumnStore
+except ImportError:  # a version before the store
+    ColumnStore = None  # type: ignore[assignment, misc]
+
 WAIT_MS = 1000
 """Milliseconds after which an idle process looks whether the process that started it still runs."""
+
+EXPERTS = 8
+"""The number of experts of a token in each layer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +62,13 @@ class _IdleEngine:
 class IdleEngines:
     """The engines of this process, and the loop that serves them."""
 
-    def __init__(self, directory: Path, num: int, flush: int, token: str) -> None:
+    def __init__(self, directory: Path, num: int, flush: int, layers: int, token: str) -> None:
         """Connect to the controller's sockets of ``num`` engines in ``directory``. Chunks have up to ``flush``
-        tokens; ``token`` proves that the engines are of this run."""
+        tokens with experts of ``layers`` layers; ``token`` proves that the engines are of this run."""
         self._codec = MessageCodec(engine.Message)
         self._flush = flush
+        self._layers = layers
+        self._store = ColumnStore(directory / COLUMNS, "engines") if layers and ColumnStore is not None else None
         self._context = zmq.Context(4)
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
         self._poller = zmq.Poller()
@@ -117,7 +129,8 @@ class IdleEngines:
             stop = StopReason.LENGTH if size == left else None
             if stop is not None:
                 del one.left[request_id]
-            yield TokenChunk(request_id=request_id, tokens=self._tokens(one.version, size), stop_reason=stop)
+            chunk = TokenChunk(request_id=request_id, tokens=self._tokens(one.version, size), stop_reason=stop)
+            yield chunk if self._store is None else self._store.chunk(chunk)
 
     def _tokens(self, version: int, size: int) -> Tokens:
         """Return ``size`` tokens of ``version``."""
@@ -127,8 +140,14 @@ class IdleEngines:
                 ids_T=np.arange(size, dtype=np.int32) % 97,
                 logprobs_T=np.full(size, -1.0, np.float32),
                 versions_T=np.full(size, version, np.int32),
+                routing=self._routing(size) if self._layers else None,
             )
         return found
+
+    def _routing(self, size: int) -> Routing:
+        """Return the experts of ``size`` tokens."""
+        experts_RLK = np.arange(size * self._layers * EXPERTS, dtype=np.int64).astype(np.uint8)
+        return Routing(known_T=np.ones(size, bool), experts_RLK=experts_RLK.reshape(size, self._layers, EXPERTS))
 
     def _send(self, one: _IdleEngine, message: Any) -> None:
         """Send a report of an engine to the controller."""
@@ -136,4 +155,5 @@ class IdleEngines:
 
 
 if __name__ == "__main__":
-    IdleEngines(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.stdin.readline().strip()).serve()
+    numbers = [int(argument) for argument in sys.argv[2:]]
+    IdleEngines(Path(sys.argv[1]), *numbers, sys.stdin.readline().strip()).serve()

@@ -178,7 +178,8 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack) -> lis
     """Start the process of the engines, and return their clients, which are not ready yet."""
     token, names = secrets.token_hex(16), [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
-    command = [sys.executable, str(ENGINES), str(directory), str(len(names)), str(spec["flush"])]
+    numbers = (len(names), spec["flush"], spec.get("layers", 0))
+    command = [sys.executable, str(ENGINES), str(directory), *map(str, numbers)]
     engines = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     stack.callback(engines.wait)
     stack.callback(engines.kill)
