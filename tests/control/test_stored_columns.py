@@ -29,8 +29,8 @@ class StoringEngine(FakeEngine):
     """Puts experts and kept-sets that follow from the token ids into a store with small files."""
 
     def __init__(self, directory: Path) -> None:
-        super().__init__(length=lognormal_lengths(40, 1.0, 300))
-        self._store = ColumnStore(directory / COLUMNS, "engine", file_bytes=1500)
+        super().__init__(length=lognormal_lengths(20, 1.6, 600))
+        self._store = ColumnStore(directory / COLUMNS, "engine", file_bytes=400)
 
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
@@ -75,8 +75,8 @@ def plan_of(directory: Path, keep: str) -> Plan:
     return Plan(
         run_dir=directory,
         steps=12,
-        flow={"columns": {"keep": keep}, "record_tokens": 16},
-        run={"checkpoint_every": 3},
+        flow={"columns": {"keep": keep}, "record_tokens": 16, "max_age": 6},
+        run={"checkpoint_every": 1},
         engine=lambda: StoringEngine(directory),
         learner=lambda: ReadingLearner(directory),
     )
