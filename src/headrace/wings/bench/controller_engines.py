@@ -155,5 +155,5 @@ class IdleEngines:
 
 
 if __name__ == "__main__":
-    numbers = [int(argument) for argument in sys.argv[2:]]
-    IdleEngines(Path(sys.argv[1]), *numbers, sys.stdin.readline().strip()).serve()
+    _num, _flush, _layers = (int(argument) for argument in sys.argv[2:])
+    IdleEngines(Path(sys.argv[1]), _num, _flush, _layers, sys.stdin.readline().strip()).serve()
