@@ -3,28 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
+import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
 from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
 from headrace.wings.sandboxes import LIMITS, SandboxDriver, SandboxSession, SandboxSpec, open_sandboxes
+from tests.wings.sandboxes import fake_docker, image_tree
 
 T = TypeVar("T")
 KINDS = ("jail", "bubblewrap")
+"""The local kinds, in which the system is the machine's own and cannot be changed."""
+CONTAINERS = ("docker", "podman")
+"""Kinds that own their system: docker is a stand-in for its command line, podman is real."""
 
 
 class Sandboxes:
     """A driver in an event loop of its own."""
 
-    def __init__(self, kind: str, runner: asyncio.Runner) -> None:
+    def __init__(self, kind: str, runner: asyncio.Runner, options: dict[str, Any] | None = None) -> None:
         self.kind = kind
+        self.options = options or {}
+        self.owns_system = kind in CONTAINERS
+        self.pace = {"docker": 2.0, "podman": 8.0}.get(kind, 1.0)
+        """How much longer a start takes than in the jail."""
         self._runner = runner
-        self.driver: SandboxDriver = self(open_sandboxes(kind))
+        self.driver: SandboxDriver = self(open_sandboxes(kind, (), self.options))
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(coroutine)
@@ -38,8 +51,57 @@ class Sandboxes:
         return self(session.run(f"{sys.executable} -I -B /tmp/main.py"))
 
 
+def container_options(kind: str, folder: Path) -> dict[str, Any]:
+    """The settings of a kind of containers, with an image that is made in ``folder``; skips where it cannot be."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make the image's overlays and containers here")
+    try:
+        image_tree.build(folder / "tree")
+    except OSError as error:
+        pytest.skip(str(error))
+    client = folder / kind
+    if kind == "docker":
+        fake_docker.write_client(folder / "store", [folder / "tree"], client)
+        return {"client": str(client), "image": "tree:base"}
+    if shutil.which("podman") is None:
+        pytest.skip("podman is not installed")
+    words = ["podman", "--root", folder / "root", "--runroot", folder / "run", "--cgroup-manager", "cgroupfs"]
+    words += ["--events-backend", "none", "--storage-driver", "overlay"]
+    words += ["--runtime", "runc"] if shutil.which("runc") else []
+    client.write_text(f'#!/bin/bash\nexec {" ".join(map(str, words))} "$@"\n')
+    client.chmod(0o755)
+    subprocess.run(["tar", "-C", folder / "tree", "-cf", folder / "tree.tar", "."], check=True)
+    subprocess.run([client, "import", folder / "tree.tar", "tree:base"], check=True, capture_output=True)
+    # this machine may refuse a container more of these than it has itself
+    return {"client": str(client), "image": "localhost/tree:base", "arguments": ["--ulimit", "nproc=4096:4096"]}
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder in memory: overlays want a file system that is none itself."""
+    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--quiet", folder / "root/overlay"], check=False)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module", params=[*KINDS, "docker", pytest.param("podman", marks=pytest.mark.slow)])
+def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
+    """A driver of each kind: what is tested with it is the contract."""
+    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    with asyncio.Runner() as runner, memory_folder() as folder:
+        options = container_options(request.param, folder) if request.param in CONTAINERS else {}
+        made = Sandboxes(request.param, runner, options)
+        yield made
+        made(made.driver.close())
+
+
 @pytest.fixture(scope="module", params=KINDS)
 def sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
+    """A driver of each local kind."""
     if request.param == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
     with asyncio.Runner() as runner:

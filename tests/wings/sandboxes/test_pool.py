@@ -9,7 +9,9 @@ import pytest
 from headrace.base.errors import ConfigError, EpisodeError
 from headrace.wings.sandboxes import LIMITS, SandboxSpec, SessionState
 from headrace.wings.sandboxes.pool import SessionPool
-from tests.wings.sandboxes.conftest import Sandboxes
+from tests.wings.sandboxes.conftest import Sandboxes, any_sandboxes
+
+sandboxes = any_sandboxes
 
 
 def test_sessions_of_a_pool_begin_alike_are_replaced_and_end_with_it(sandboxes: Sandboxes) -> None:

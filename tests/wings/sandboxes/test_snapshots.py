@@ -6,7 +6,9 @@ import pytest
 
 from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes import SandboxSession
-from tests.wings.sandboxes.conftest import Sandboxes
+from tests.wings.sandboxes.conftest import Sandboxes, any_sandboxes
+
+sandboxes = any_sandboxes
 
 
 def out(sandboxes: Sandboxes, session: SandboxSession, command: str) -> str:
@@ -118,6 +120,8 @@ def test_a_session_has_its_whole_disk_less_what_its_snapshots_hold(sandboxes: Sa
 
 def test_traps_left_in_the_files_harm_nobody(sandboxes: Sandboxes, session: SandboxSession) -> None:
     """Links and folders in the places that a sandbox uses for itself."""
+    if sandboxes.owns_system:
+        pytest.skip("a session that owns its system can take it away: test_containers.py")
     sandboxes(
         session.run(
             "cd /; ln -s /etc/passwd /newlink; mkdir -p /.headrace /oldroot; mv /proc /proc2; mv /usr /u2;"
@@ -135,7 +139,7 @@ def test_traps_left_in_the_files_harm_nobody(sandboxes: Sandboxes, session: Sand
 
 def test_files_that_cannot_be_copied_are_told_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:
     sandboxes(session.run("mv /dev /dev2; echo x > shut; chmod 000 shut"))
-    if sandboxes.kind == "jail":  # which has layers: nothing is copied, and /dev is not the session's
+    if sandboxes.kind != "bubblewrap":  # which alone copies by tar as a user without rights
         sandboxes(sandboxes.driver.release(sandboxes(session.snapshot())))
         return
     with pytest.raises(EpisodeError, match="shut: Cannot open: Permission denied"):

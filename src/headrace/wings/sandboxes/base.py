@@ -67,7 +67,9 @@ class SandboxSpec:
     directory: str = "/workspace"
     """The directory in which commands begin; it is made at the start."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables besides ``PATH``, ``HOME`` and ``LANG``."""
+    """Environment variables besides ``PATH``, ``HOME`` and ``LANG``, or those of the image."""
+    image: str = ""
+    """The image that the files begin as, for kinds that have images; empty: the one of the driver's settings."""
 
 
 class SessionState(enum.StrEnum):
@@ -125,7 +127,11 @@ class SandboxSession(ABC):
         self.spec = spec
         self.directory = spec.directory
         """The directory in which the next command begins."""
-        self.variables: Mapping[str, str] = self.first_variables(spec)
+        self.programs: Mapping[str, str] = PROGRAMS
+        """The paths of bash, cat, mkdir and tar in the session."""
+        self.surroundings: Mapping[str, str] = {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}"}
+        """The variables that the session has by itself."""
+        self.variables: Mapping[str, str] = self.first_variables()
         """The exported variables with which the next command begins."""
         self.missing: Mapping[str, str] = {}
         """The guards that the session lacks, each with the cause."""
@@ -133,10 +139,9 @@ class SandboxSession(ABC):
         """Why the session has ended; empty while it runs."""
         self._turn = asyncio.Lock()
 
-    @staticmethod
-    def first_variables(spec: SandboxSpec) -> dict[str, str]:
-        """Return the variables with which the first command of a session begins."""
-        return {**ENVIRONMENT, "PATH": f"{sys.prefix}/bin:{ENVIRONMENT['PATH']}", **spec.variables}
+    def first_variables(self) -> dict[str, str]:
+        """Return the variables with which the first command of the session begins."""
+        return {**self.surroundings, **self.spec.variables}
 
     @property
     def state(self) -> SessionState:
@@ -178,7 +183,7 @@ class SandboxSession(ABC):
                 remedy=f"keep it under {MAX_COMMAND_BYTES} bytes and without zero bytes: write a file and run that",
                 reason="session_command",
             )
-        argv = [PROGRAMS["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
+        argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
         async with self._running():
             done = await self._execute(argv, stdin, limits or self.spec.limits)
             self._take_state(done.state)
@@ -189,7 +194,7 @@ class SandboxSession(ABC):
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
-            done = await self._execute([PROGRAMS["cat"], "--", path], b"", limits)
+            done = await self._execute([self.programs["cat"], "--", path], b"", limits)
         if done.status != 0:
             text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
             raise EpisodeError(
@@ -247,7 +252,7 @@ class SandboxSession(ABC):
     async def prepare(self) -> None:
         """Make the directory of a new session."""
         async with self._running():
-            argv = [PROGRAMS["mkdir"], "-p", "--", self.directory]
+            argv = [self.programs["mkdir"], "-p", "--", self.directory]
             done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             await self.stop()
@@ -260,7 +265,7 @@ class SandboxSession(ABC):
         """Return all files of the session as a tar archive, for drivers that copy; ``without`` are paths that a new
         session has by itself."""
         excluded = [f"--exclude=.{path}" for path in without]
-        argv = [PROGRAMS["tar"], "--one-file-system", "--anchored", *excluded, "-cf", "-", "."]
+        argv = [self.programs["tar"], "--one-file-system", "--anchored", *excluded, "-cf", "-", "."]
         limits = replace(self.spec.limits, output_bytes=2 * self.spec.limits.disk_bytes)
         done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
         if done.status != 0:
@@ -279,7 +284,7 @@ class SandboxSession(ABC):
     async def _unpack(self, archive: bytes, directory: str, *, extra: Sequence[str]) -> None:
         """Write the files of a tar archive below a directory. Raises :class:`~headrace.base.errors.EpisodeError` if
         that fails, with the words of tar."""
-        argv = [PROGRAMS["tar"], *(extra or ["-m", "--no-overwrite-dir"]), "-xf", "-", "-C", directory]
+        argv = [self.programs["tar"], *(extra or ["-m", "--no-overwrite-dir"]), "-xf", "-", "-C", directory]
         done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             raise EpisodeError(
@@ -296,7 +301,7 @@ class SandboxSession(ABC):
             return
         pairs = [entry.decode("utf-8", "replace").partition("=") for entry in rest.split(b"\0") if entry]
         self.directory = directory.decode("utf-8", "replace")
-        self.variables = {name: value for name, _, value in pairs if name and name not in _OWN_VARIABLES}
+        self.variables = without_own({name: value for name, _, value in pairs if name})
 
     async def __aenter__(self) -> Self:
         """Use the session in the body of ``async with``."""
@@ -343,6 +348,11 @@ class SandboxDriver(ABC):
     ) -> None:
         """Close the driver."""
         await self.close()
+
+
+def without_own(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return variables without those that every shell sets by itself."""
+    return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
 
 
 def refuse_invalid(spec: SandboxSpec) -> None:

@@ -7,6 +7,7 @@ answer ─▶ action ─▶ command in the session ─▶ its output is what the
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +22,7 @@ from headrace.base.types.chat import Message
 from headrace.rollout.environments.interface import Env, Messages, StepResult
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession
+from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession, swe
 from headrace.wings.sandboxes.moments import ForkedWorld
 from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
 from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds
@@ -48,9 +49,20 @@ class ShellSettings(Section):
     """How an answer gives a command: as a block in triple backquotes, as its whole text, or as a call of a tool."""
     system: str | None = None
     """The system prompt; unset: one that explains the form of actions; empty: none."""
-    image: Literal["none", "machine"] = "none"
+    driver: dict[str, Any] = Field(default_factory=dict)
+    """The settings of the kind of sandbox, such as ``client`` of docker."""
+    image: Literal["none", "machine", "task"] = "none"
     """What becomes of tasks that name an image. ``none``: their episodes fail by name. ``machine``: the system of this
-    machine takes the place of the image, and the steps of the Dockerfile are carried out in it."""
+    machine takes the place of the image, and the steps of the Dockerfile are carried out in it. ``task``: sessions
+    begin in the image, and the steps are carried out in it; only some kinds have images, such as docker."""
+    image_names: str = "swebench/sweb.eval.x86_64.{id_1776}:latest"
+    """The image of a row of SWE-bench that names none. ``{instance_id}`` is its id, ``{id_1776}`` and ``{id_s}`` are
+    the id in small letters with ``_1776_`` or ``_s_`` for ``__``."""
+    repositories: str = ""
+    """The folder of the repositories (``OWNER/NAME`` or ``OWNER__NAME``) of rows of SWE-bench, for ``image =
+    "machine"``."""
+    test_command: str = ""
+    """The command that runs the named tests of a row of SWE-bench, before the files of the tests; unset: pytest."""
     offline: bool = False
     """Whether tasks that ask for a network are attempted without one; if not, their episodes fail by name."""
     commands: int = Field(default=30, ge=1)
@@ -99,6 +111,9 @@ class ShellSettings(Section):
             limits=limits,
             kept=self.environments,
             episodes=self.episodes,
+            options=json.dumps(self.driver, sort_keys=True),
+            images=self.image == "task",
+            repositories=self.repositories,
         )
 
 
@@ -126,7 +141,8 @@ class ShellEnv(Env):
         """Begin an episode: fork the world of the task, and return its instruction."""
         self._task = self._read_task(task)
         worlds = shared_worlds(self.settings.worlds)
-        self._world = await worlds.attempt(str(task["directory"]), self._task, seed=self.seed, kind=self.attempt_kind)
+        key = str(task.get("directory", task.get("instance_id")))
+        self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self.attempt_kind)
         if self._world.session is not None:
             self._refuse_unguarded(self._world.session)
         self._until_s = now_s() + self._task.agent_s
@@ -185,19 +201,25 @@ class ShellEnv(Env):
     def _read_task(self, row: Mapping[str, Any]) -> TaskDirectory:
         """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` for one that cannot be
         attempted."""
-        if "directory" not in row:
+        if "directory" not in row and not swe.is_row(row):
             raise EpisodeError(
-                "the row has no column 'directory'", remedy="set data.path to task directories", reason="task_invalid"
+                "the row has no column 'directory', nor those of SWE-bench",
+                remedy="set data.path to task directories, or to rows with instance_id and FAIL_TO_PASS",
+                reason="task_invalid",
             )
         try:
-            task = open_task(Path(row["directory"]))
+            if "directory" in row:
+                task = open_task(Path(row["directory"]))
+            else:
+                task = swe.open_row(row, self.settings.image_names, self.settings.test_command)
         except DataError as error:
             raise EpisodeError(error.problem, remedy=error.remedy, reason="task_invalid") from None
         if task.image and self.settings.image == "none":
             raise EpisodeError(
                 f"the task {task.name} needs the image {task.image!r}, which sandboxes of kind "
                 f"{self.settings.sandbox!r} do not have",
-                remedy="set env.options.image = 'machine' if the system of this machine can take its place",
+                remedy="set env.options.image = 'task' for a kind with images, or 'machine' if the system of this "
+                "machine can take its place",
                 reason="task_image",
             )
         if task.asks_network and not self.settings.offline:

@@ -46,11 +46,27 @@ class BuildStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTests:
+    """Tests of a repository by their names, as rows of SWE-bench have them."""
+
+    repository: str
+    """The repository, ``OWNER/NAME``."""
+    base_commit: str
+    """The commit from which the agent begins; empty: the one that the image has."""
+    bug: str = ""
+    """A patch that makes the task: it is applied before the agent begins."""
+    patch: str = ""
+    """A patch of the tests, which the agent does not see."""
+    names: tuple[str, ...]
+    """All tests that must pass in the end, as pytest names them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TaskDirectory:
-    """One task, read from its directory."""
+    """One task, read from its directory, or from a row."""
 
     name: str
-    """The name of the directory."""
+    """The name of the directory, or of the row."""
     instruction: str
     """What the agent is asked to do."""
     context: Path
@@ -59,10 +75,14 @@ class TaskDirectory:
     """The image that the environment is made from; empty if none is named."""
     steps: tuple[BuildStep, ...] = ()
     """The steps that make the environment."""
-    tests: Path
-    """The folder of the tests."""
+    tests: Path | None = None
+    """The folder of the tests; ``None`` for tests of the repository itself."""
     test_command: str
     """The command that runs the tests, which are in ``/tests``."""
+    named: NamedTests | None = None
+    """The tests of the repository that are the reward; ``None``: those in ``tests`` are."""
+    directory: str = WORK_DIRECTORY
+    """The directory in which an agent begins, unless a step says otherwise."""
     more_tests: tuple[Path, ...] = ()
     """Files that belong to the tests, from elsewhere."""
     prints_pytest: bool = False

@@ -21,9 +21,9 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import EpisodeError
 from headrace.base.types.episode import AttemptKind
 from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
-from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes
+from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes, swe
 from headrace.wings.sandboxes.moments import ForkedWorld, MomentStore
-from headrace.wings.sandboxes.tasks import WORK_DIRECTORY, BuildStep, TaskDirectory, files_below
+from headrace.wings.sandboxes.tasks import BuildStep, TaskDirectory, files_below
 
 REWARDS = "/logs/verifier"
 """The folder of the reward files."""
@@ -45,6 +45,12 @@ class WorldConfig:
     """The number of environments whose snapshots are kept."""
     episodes: int = 64
     """The number of episodes that have ended whose moments are kept for branches."""
+    options: str = "{}"
+    """The settings of the driver, as JSON."""
+    images: bool = False
+    """Whether sessions begin in the images that tasks name."""
+    repositories: str = ""
+    """The folder of the repositories of tasks that are rows, where no image has them."""
 
 
 class Worlds:
@@ -101,7 +107,9 @@ class Worlds:
         """Return the driver, which the first call opens."""
         async with self._opening:
             if self._driver is None:
-                self._driver = await open_sandboxes(self._config.kind, self._config.readable)
+                self._driver = await open_sandboxes(
+                    self._config.kind, self._config.readable, json.loads(self._config.options)
+                )
         return self._driver
 
     async def _make(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
@@ -113,8 +121,16 @@ class Worlds:
             disk_bytes=min(most.disk_bytes, task.disk_bytes or most.disk_bytes),
         )
         life_s = task.agent_s + task.tests_s + task.build_s
-        spec = SandboxSpec(limits=limits, life_s=life_s, directory=WORK_DIRECTORY, variables=task.variables)
+        spec = SandboxSpec(
+            limits=limits,
+            life_s=life_s,
+            directory=task.directory,
+            variables=task.variables,
+            image=task.image if self._config.images else "",
+        )
         async with await driver.start(spec) as session:
+            if task.named is not None:
+                await swe.begin(session, task, "" if spec.image else self._config.repositories)
             await _build(session, task)
             return await session.snapshot(end_background=True)
 
@@ -181,7 +197,10 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> float:
     ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
     do not come to a result earn 0."""
     await session.end_background()
-    session.variables = {**SandboxSession.first_variables(session.spec), **task.test_variables}
+    session.variables = {**session.first_variables(), **task.test_variables}
+    if task.named is not None:
+        return await swe.grade(session, task, task.named)
+    assert task.tests is not None
     directory = session.directory = task_directory(task)
     taken = "/tests /logs"  # links and closed folders among them
     await session.run(
@@ -204,7 +223,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> float:
 
 def task_directory(task: TaskDirectory) -> str:
     """Return the directory in which a task's commands begin."""
-    directory = WORK_DIRECTORY
+    directory = task.directory
     for step in task.steps:
         if step.kind == "WORKDIR":
             directory = posixpath.join(directory, step.words[0])

@@ -109,6 +109,12 @@ class LocalDriver(SandboxDriver):
     async def start(self, spec: SandboxSpec) -> LocalSession:
         """Start a session, and make its directory."""
         refuse_invalid(spec)
+        if spec.image:
+            raise EpisodeError(
+                f"sandboxes of kind {self.kind!r} have no images, and image={spec.image!r} is one",
+                remedy="leave it empty, or choose a kind with images, such as docker",
+                reason="task_image",
+            )
         session = await self._begin(spec, [self._new_layer()], 0)
         await session.prepare()
         return session

@@ -1,0 +1,1 @@
+"""Sessions in which a program of bash runs the commands, wherever they are: containers, and what others host."""

@@ -1,0 +1,398 @@
+"""Sessions in containers, by the command-line client of docker or podman.
+
+    ContainerDriver ── client run ══ server.sh, the first process of a container   one client process for each session
+                    ── client commit: a snapshot is an image, a fork a container of it
+
+The client's standard input is the lifeline: when this process dies, however it does, the input of the server ends, and
+the container with it (``--rm``). What outlives even that, such as the images of snapshots, carries the name of its
+owner as a label; the next driver on the machine removes what belongs to processes that have died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import shutil
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from pydantic import Field, ValidationError
+
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.base import SandboxDriver, SandboxSnapshot, SandboxSpec, refuse_invalid
+from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_arguments
+
+LABEL = "headrace.owner"
+SNAPSHOTS = "headrace-snapshot"
+"""The repository of the images of snapshots."""
+CALL_S = 120.0
+"""The longest time of a call of the client."""
+END_S = 20.0
+"""How long a container may take to end by itself before it is killed."""
+LINE_BYTES = 1 << 20
+"""The longest line of a server: the greeting has the variables of the image."""
+OWN_BYTES = 64 * MIB
+"""The memory that a container has beyond that of its session: for the server and the outputs of a command."""
+
+
+class ContainerSettings(Section):
+    """The settings of containers: ``env.options.driver``."""
+
+    client: str = ""
+    """The client, by name or path; empty: the one that the kind is called after."""
+    image: str = ""
+    """The image of sessions whose task names none."""
+    pull: Literal["missing", "always", "never"] = "missing"
+    """When an image is fetched."""
+    network: str = "none"
+    """The network of the containers, as the client names it; none by default."""
+    cpus: float | None = Field(default=None, gt=0)
+    """The processors that one container may use; unset: all."""
+    capabilities: tuple[str, ...] = ()
+    """Rights that the root of a container has, such as CHOWN or SETUID; none by default."""
+    arguments: tuple[str, ...] = ()
+    """More arguments of the client's ``run``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageFiles:
+    """The files of a snapshot as an image."""
+
+    image: str
+    """The name of the image."""
+    below: str
+    """The image of another snapshot on which it is built; empty if none."""
+
+
+class ContainerDriver(SandboxDriver):
+    """Sessions in containers of this machine, or of the one that the client talks to. Use :meth:`open`."""
+
+    def __init__(self, kind: str, client: str, settings: ContainerSettings, readable: Sequence[str]) -> None:
+        """Drive the program ``client``. Containers can read the paths ``readable`` of the machine."""
+        self.kind = kind
+        self.settings = settings
+        self.owner = owner_name()
+        """The name of this process, which its containers and images carry."""
+        self.missing: dict[str, str] = {}
+        self._client = client
+        self._readable = readable
+        self._numbers = count()
+        self._sessions: set[ContainerSession] = set()
+        self._uses: Counter[str] = Counter()
+
+    @classmethod
+    async def open(cls, kind: str, readable: Sequence[str], options: Mapping[str, Any]) -> ContainerDriver:
+        """Open the driver, and remove what drivers have left whose processes died. Raises
+        :class:`~headrace.base.errors.EnvError` where the client is missing or does not reach its service."""
+        try:
+            settings = ContainerSettings(**options)
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigError(
+                f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
+            ) from None
+        client = shutil.which(settings.client or kind)
+        if client is None:
+            raise EnvError(
+                f"there is no program {settings.client or kind} here", remedy=f"install it, or set client for {kind!r}"
+            )
+        driver = cls(kind, client, settings, readable)
+        await driver.sweep()
+        return driver
+
+    async def start(self, spec: SandboxSpec) -> ContainerSession:
+        """Start a container of the image, and make the session's directory."""
+        refuse_invalid(spec)
+        image = spec.image or self.settings.image
+        if not image:
+            raise ConfigError(
+                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
+            )
+        session = await self._begin(spec, image, below="")
+        await session.prepare()
+        return session
+
+    async def fork(self, snapshot: SandboxSnapshot) -> ContainerSession:
+        """Start a container of the image of a snapshot."""
+        files = snapshot.files
+        if snapshot.released or not isinstance(files, ImageFiles) or files.image not in self._uses:
+            raise EpisodeError(
+                "the snapshot has been released, or is one of another driver",
+                remedy="fork before releasing it, with the driver of its session",
+                reason="session_snapshot",
+            )
+        session = await self._begin(snapshot.spec, files.image, below=files.image)
+        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
+        return session
+
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Remove the image of a snapshot, as soon as no fork is built on it."""
+        if not snapshot.released:
+            snapshot.released = True
+            if isinstance(snapshot.files, ImageFiles):
+                await self.drop(snapshot.files.image)
+                await self.drop(snapshot.files.below)
+
+    async def close(self) -> None:
+        """End all containers, and remove the images of all snapshots."""
+        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
+        for image in reversed(list(self._uses)):
+            await self._remove(image)
+        self._uses.clear()
+
+    async def call(self, *words: str) -> tuple[int, str, str]:
+        """Call the client. Return its exit code, and what it has written."""
+        process = await asyncio.create_subprocess_exec(self._client, *words, stdin=DEVNULL, stdout=PIPE, stderr=PIPE)
+        try:
+            async with asyncio.timeout(CALL_S):
+                out, err = await process.communicate()
+        except BaseException:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+            raise
+        assert process.returncode is not None
+        return process.returncode, out.decode("utf-8", "replace"), err.decode("utf-8", "replace").strip()
+
+    async def sweep(self) -> None:
+        """Remove containers and images whose owner has died. Raises :class:`~headrace.base.errors.EnvError` if the
+        client does not reach its service."""
+        code, names, words = await self.call(
+            "ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"
+        )  # fmt: skip
+        if code:
+            raise EnvError(
+                f"{self._client} cannot be used: {words[-300:]}",
+                remedy="start its service, and allow this user to use it",
+            )
+        for name in names.split():
+            if is_dead(name.removeprefix("headrace-")):
+                await self.call("rm", "--force", name)
+        _, images, _ = await self.call(
+            "images", "--filter", f"label={LABEL}", "--format", "{{.Repository}}:{{.Tag}}"
+        )  # fmt: skip
+        for image in images.split():
+            if image.rpartition(":")[0].endswith(SNAPSHOTS) and is_dead(image.rpartition(":")[2]):
+                await self.call("rmi", image)
+
+    async def commit(self, session: ContainerSession) -> ImageFiles:
+        """Return the present files of a session as an image."""
+        image = f"{SNAPSHOTS}:{self.owner}-{next(self._numbers)}"
+        code, _, words = await self.call("commit", "--change", f"LABEL {LABEL}={self.owner}", session.name, image)
+        if code:
+            raise EpisodeError(
+                f"the files of a session cannot be kept as an image: {words[-300:]}",
+                remedy="look at the disk of the service, and take fewer snapshots in one line",
+                reason="session_snapshot",
+            )
+        self._uses[image] = 1
+        if session.below:
+            self._uses[session.below] += 1
+        return ImageFiles(image=image, below=session.below)
+
+    async def drop(self, image: str) -> None:
+        """Count one use less of the image of a snapshot, and remove it after the last one."""
+        if image in self._uses:
+            self._uses[image] -= 1
+            if not self._uses[image]:
+                del self._uses[image]
+                await self._remove(image)
+
+    def forget(self, session: ContainerSession) -> None:
+        """Take a session that has ended out of the books."""
+        self._sessions.discard(session)
+
+    async def _remove(self, image: str) -> None:
+        """Remove an image. One that cannot be removed now is removed by a later driver."""
+        await self.call("rmi", image)
+
+    async def _begin(self, spec: SandboxSpec, image: str, *, below: str) -> ContainerSession:
+        """Start a container of an image. Where the service cannot bound the size of its files, that is said in
+        :attr:`missing`."""
+        while True:
+            session = ContainerSession(self, spec, f"headrace-{self.owner}-{next(self._numbers)}", below)
+            if below:
+                self._uses[below] += 1
+            bounded = "disk" not in self.missing
+            self._sessions.add(session)
+            try:
+                await session.attach(await self._run(session, image, bounded=bounded))
+            except EpisodeError as error:
+                if not bounded or not _is_about_storage(error.problem):
+                    raise
+                self.missing["disk"] = f"the service cannot bound a container's files: {error.problem[-200:]}"
+                continue
+            session.missing = dict(self.missing)
+            return session
+
+    async def _run(self, session: ContainerSession, image: str, *, bounded: bool) -> ContainerChannel:
+        """Have the client run a container, and return the channel to its server."""
+        settings, limits = self.settings, session.spec.limits
+        words = [
+            "run", "--rm", "--interactive", "--name", session.name, "--label", f"{LABEL}={self.owner}",
+            "--pull", settings.pull, "--network", settings.network, "--hostname", "sandbox", "--workdir", "/",
+            "--log-driver", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges",
+            "--pids-limit", str(2 * limits.processes + 32), "--memory", str(limits.memory_bytes + OWN_BYTES),
+            "--ulimit", f"nofile={max(1024, limits.open_files)}:{max(1024, limits.open_files)}",
+            "--ulimit", "core=0:0", "--shm-size", str(OWN_BYTES + 4 * limits.output_bytes),
+        ]  # fmt: skip
+        words += [word for name in settings.capabilities for word in ("--cap-add", name)]
+        words += [word for path in self._readable for word in ("--volume", f"{path}:{path}:ro")]
+        if settings.cpus is not None:
+            words += ["--cpus", str(settings.cpus)]
+        if bounded:
+            words += ["--storage-opt", f"size={limits.disk_bytes}"]
+        words += [*settings.arguments, "--entrypoint", "bash", image, *server_arguments(session.spec)]
+        process = await asyncio.create_subprocess_exec(
+            self._client, *words, stdin=PIPE, stdout=PIPE, stderr=PIPE, limit=LINE_BYTES, start_new_session=True
+        )
+        return ContainerChannel(self, process, session.name)
+
+
+class ContainerChannel(ServerChannel):
+    """The standard streams of a client that runs a container."""
+
+    def __init__(self, driver: ContainerDriver, process: Process, name: str) -> None:
+        """Use the streams of ``process``, which runs the container ``name``."""
+        self._driver = driver
+        self._process = process
+        self._name = name
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes to the server."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+        await self._process.stdin.drain()
+
+    async def line(self) -> bytes:
+        """Return the next line of the server."""
+        assert self._process.stdout is not None
+        return await self._process.stdout.readline()
+
+    async def exactly(self, size: int) -> bytes:
+        """Return the next bytes of the server."""
+        assert self._process.stdout is not None
+        return await self._process.stdout.readexactly(size)
+
+    async def close(self) -> None:
+        """End the input of the server, whose container the client then removes."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await self._process.communicate()
+        except TimeoutError:
+            await self.kill()
+
+    async def kill(self) -> None:
+        """Kill the container, and remove it."""
+        if self._process.returncode is None:
+            await self._driver.call("kill", "--signal", "KILL", self._name)
+            try:
+                async with asyncio.timeout(END_S):
+                    await self._process.communicate()
+            except TimeoutError:
+                self._process.kill()
+                await self._process.wait()
+                await self._driver.call("rm", "--force", self._name)
+
+    async def last_words(self) -> str:
+        """Return what the client has said."""
+        assert self._process.stderr is not None
+        try:
+            async with asyncio.timeout(END_S):
+                text = (await self._process.stderr.read()).decode("utf-8", "replace")
+                await self._process.wait()
+        except TimeoutError:
+            return "the client does not end"
+        return " ".join(text.split())[-500:] or f"the client has ended with exit code {self._process.returncode}"
+
+
+class ContainerSession(ServedSession):
+    """A session in a container."""
+
+    def __init__(self, driver: ContainerDriver, spec: SandboxSpec, name: str, below: str) -> None:
+        """Describe a session in the container ``name``; ``below`` is the image of the snapshot that it continues."""
+        super().__init__(spec)
+        self.name = name
+        self.below = below
+        self._driver = driver
+
+    async def take_files(self) -> ImageFiles:
+        """Return the files as an image."""
+        return await self._driver.commit(self)
+
+    async def left(self) -> None:
+        """Take the session out of the books."""
+        self._driver.forget(self)
+        await self._driver.drop(self.below)
+
+
+def owner_name() -> str:
+    """Return the name of this process: machine, boot, namespace of processes, process id, and the time of its start."""
+    machine = _word("/etc/machine-id") or platform.node()
+    start = int(psutil.Process().create_time())
+    return f"{_short(machine)}-{_short(_word('/proc/sys/kernel/random/boot_id'))}-{_space()}-{os.getpid()}-{start}"
+
+
+def is_dead(name: str) -> bool:
+    """Return whether the name of a container or an image belongs to a process of this machine that has died. What
+    belongs to another machine, or to processes that cannot be seen from here, is taken to be alive."""
+    parts, own = name.split("-"), owner_name().split("-")
+    if len(parts) < len(own) or parts[0] != own[0]:
+        return False
+    if parts[1] != own[1]:
+        return True  # the machine has started again since
+    if parts[2] != own[2]:
+        return False
+    try:
+        return int(psutil.Process(int(parts[3])).create_time()) != int(parts[4])
+    except psutil.NoSuchProcess:
+        return True
+    except ValueError:
+        return False
+
+
+def _short(text: str) -> str:
+    """Return the first letters of an identifier, without what names cannot have."""
+    return "".join(filter(str.isalnum, text)).lower()[:12] or "0"
+
+
+def _word(path: str) -> str:
+    """Return the text of a file; empty if there is none."""
+    with suppress(OSError):
+        return Path(path).read_text(encoding="ascii").strip()
+    return ""
+
+
+def _space() -> str:
+    """Return the number of this process's namespace of processes."""
+    with suppress(OSError):
+        return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
+    return "0"
+
+
+def _is_about_storage(words: str) -> bool:
+    """Return whether a client has refused a container for the bound on its files."""
+    return any(word in words.lower() for word in ("storage-opt", "storage opt", "storage option", "quota", "pquota"))
+
+
+async def open_docker(readable: Sequence[str] = (), **options: Any) -> ContainerDriver:
+    """Open the driver of docker."""
+    return await ContainerDriver.open("docker", readable, options)
+
+
+async def open_podman(readable: Sequence[str] = (), **options: Any) -> ContainerDriver:
+    """Open the driver of podman."""
+    return await ContainerDriver.open("podman", readable, options)

@@ -1,0 +1,235 @@
+"""Sessions whose commands are run by ``server.sh``: a program of bash inside, which serves one channel.
+
+    ServedSession ══ channel ══ server.sh ── command, held to its limits
+      requests: a line and bytes     │
+      answers:  a line and bytes     └── the end of the channel ends it
+
+The server needs nothing of Headrace and no Python, only what images of Linux have. Each answer repeats the random nonce
+of its request, so that bytes that come unasked are not taken for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import secrets
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import EpisodeError
+from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
+from headrace.rollout.scoring.sandbox.run import by_signal
+from headrace.wings.sandboxes.base import Execution, SandboxSession, SandboxSpec, without_own
+
+STARTED_S = 120.0
+"""The longest time until a server has greeted, an image that has to be fetched included."""
+GRACE_S = 15.0
+"""How long after the deadline of a command its answer may take to arrive, before the session is given up."""
+SHORTEST_S = 0.001
+"""The time that a call has at the least, so that a session whose time is over says so."""
+_NOT_OF_COMMANDS = frozenset({"LC_ALL", "container", "HOSTNAME", "TERM"})
+"""Variables that containers set besides those of their image."""
+_PROGRAMS = ("bash", "cat", "mkdir", "tar")
+
+
+class ServerChannel(ABC):
+    """The way to a server: bytes that are sent arrive at its standard input, and what it writes can be read."""
+
+    @abstractmethod
+    async def send(self, data: bytes) -> None:
+        """Send bytes. Raises ``OSError`` if the server has gone."""
+
+    @abstractmethod
+    async def line(self) -> bytes:
+        """Return the next line with its end; what there is of one, at the end of the stream."""
+
+    @abstractmethod
+    async def exactly(self, size: int) -> bytes:
+        """Return the next ``size`` bytes. Raises ``EOFError`` if there are fewer."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the server's input, and wait until it has gone."""
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End the server at once, with all that runs beside it."""
+
+    async def last_words(self) -> str:
+        """Return what is known of the end of a server that has not greeted; empty if nothing is."""
+        return ""
+
+
+@cache
+def server_program() -> str:
+    """Return the text of the server."""
+    return Path(__file__).with_name("server.sh").read_text(encoding="utf-8")
+
+
+def server_arguments(spec: SandboxSpec) -> list[str]:
+    """Return the arguments of ``bash`` that serve a session as ``spec`` describes it."""
+    limits = spec.limits
+    numbers = (int(spec.life_s * 1e6), limits.processes, limits.memory_bytes)
+    return ["-c", server_program(), "server", *map(str, numbers)]
+
+
+class ServedSession(SandboxSession):
+    """A session at the other end of a channel."""
+
+    def __init__(self, spec: SandboxSpec) -> None:
+        """Describe a session; :meth:`attach` begins it."""
+        super().__init__(spec)
+        self._channel: ServerChannel | None = None
+        self._until_s = 0.0
+
+    async def attach(self, channel: ServerChannel) -> None:
+        """Wait until the server at the other end is ready; the time of the session begins. Raises
+        :class:`~headrace.base.errors.EpisodeError` with its last words if it does not start."""
+        self._channel = channel
+        try:
+            async with asyncio.timeout(STARTED_S):
+                greeting = (await channel.line()).decode("utf-8", "replace").split()
+        except TimeoutError:
+            greeting = []
+        except BaseException:
+            await self.give_up("its start was cut off")
+            raise
+        if len(greeting) != len(_PROGRAMS) + 2 or greeting[0] != "+":
+            words = await channel.last_words()
+            if greeting[:1] == ["-"]:
+                words = f"its image lacks {' '.join(greeting[1:])}"
+            await self.give_up("it could not start")
+            raise EpisodeError(
+                f"a session cannot start: {words or f'nothing has greeted within {STARTED_S:g} s'}",
+                remedy="name an image that is there, with bash 5, coreutils, grep, tar and setsid",
+                reason="session_start",
+            )
+        self._until_s = RealClock().now() + self.spec.life_s
+        entries = base64.b64decode(greeting[1]).decode("utf-8", "replace").split("\0")
+        found = without_own(dict(entry.partition("=")[::2] for entry in entries if entry))
+        self.surroundings = {name: value for name, value in found.items() if name not in _NOT_OF_COMMANDS}
+        self.programs = dict(zip(_PROGRAMS, greeting[2:], strict=True))
+        self.variables = self.first_variables()
+
+    async def execute(
+        self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
+    ) -> Execution:
+        """Run a program in the session."""
+        given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
+        words = [directory, *given, *argv]
+        data = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words) + stdin
+        numbers = (
+            len(data), len(words) - 1, int(limits.wall_s * 1e6), limits.output_bytes, limits.cpu_s, limits.memory_bytes,
+            limits.file_bytes, limits.open_files,
+        )  # fmt: skip
+        nonce = secrets.token_hex(16)
+        answer, outputs = await self._call(
+            "run", nonce, " ".join(map(str, numbers)), data, within_s=limits.wall_s + GRACE_S
+        )
+        return _execution(answer, outputs, limits)
+
+    async def end_background(self) -> int:
+        """Kill all processes of the session, and return how many there were."""
+        (number,), _ = await self._call("end", secrets.token_hex(16), within_s=GRACE_S)
+        return int(number)
+
+    async def count_background(self) -> int:
+        """Return how many processes run in the background."""
+        (number,), _ = await self._call("count", secrets.token_hex(16), within_s=GRACE_S)
+        return int(number)
+
+    async def stop(self) -> None:
+        """End the session, and wait until it has gone."""
+        if not self.ended:
+            self.ended = "it was stopped"
+            if self._channel is not None:
+                await self._channel.close()
+            await self.left()
+
+    async def give_up(self, reason: str) -> None:
+        """End the session at once."""
+        if not self.ended:
+            self.ended = reason
+            if self._channel is not None:
+                await asyncio.shield(self._channel.kill())
+            await self.left()
+
+    async def left(self) -> None:
+        """Do what the driver does when a session has gone."""
+
+    async def _call(
+        self, what: str, nonce: str, numbers: str = "", data: bytes = b"", *, within_s: float
+    ) -> tuple[list[str], list[bytes]]:
+        """Send the server a request, and return the words and the bytes of its answer. A session that does not answer
+        in time, or whose caller was cancelled, is ended."""
+        assert self._channel is not None
+        left_s = self._until_s - RealClock().now()
+        try:
+            async with asyncio.timeout(max(SHORTEST_S, min(within_s, left_s))):
+                await self._channel.send(f"{what} {nonce} {numbers}".rstrip().encode() + b"\n" + data)
+                return await self._answer(what, nonce)
+        except TimeoutError:
+            over = left_s < within_s
+            await self.give_up(f"its time of {self.spec.life_s:g} s is over" if over else "it did not answer in time")
+        except (EOFError, OSError):
+            over = RealClock().now() >= self._until_s
+            await self.give_up(f"its time of {self.spec.life_s:g} s is over" if over else "its processes were killed")
+        except ValueError:
+            await self.give_up("its server has answered something else than it was asked")
+        except asyncio.CancelledError:
+            await self.give_up("a call was cancelled")
+            raise
+        self.refuse_ended()
+        raise AssertionError("a session that was given up has ended")
+
+    async def _answer(self, what: str, nonce: str) -> tuple[list[str], list[bytes]]:
+        """Return the next answer. Raises ``ValueError`` if it is not one to the request ``nonce``."""
+        assert self._channel is not None
+        line = await self._channel.line()
+        if not line.endswith(b"\n"):
+            raise EOFError("the server has gone")
+        words = line.decode("ascii").split()
+        if words[:1] != [nonce] or len(words) != (8 if what == "run" else 2):
+            raise ValueError(words)
+        if what != "run":
+            return words[1:], []
+        return words[1:5], [_unmarked(await self._channel.exactly(int(size)), nonce) for size in words[5:]]
+
+
+def _unmarked(data: bytes, nonce: str) -> bytes:
+    """Return an output up to the mark that the server has put at its end, without what came after it."""
+    return data.rpartition(f"\n{nonce}\n".encode())[0] if f"\n{nonce}\n".encode() in data else data
+
+
+def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxLimits) -> Execution:
+    """Return the result of a program from what the server says of it: the reason, the status, whether a signal ended
+    it, and its processor time."""
+    stdout, stderr, state = outputs
+    most, reason, status, cpu_s = limits.output_bytes, Reason(answer[0]), int(answer[1]), _cpu_s(answer[3])
+    if answer[2] == "1" and status > 128:
+        status = 128 - status
+    if reason is Reason.EXITED and max(len(stdout), len(stderr)) > most:
+        reason = Reason.OUTPUT
+    if reason is Reason.EXITED and status < 0:
+        reason = by_signal(-status, cpu_s, limits)
+    return Execution(
+        reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state[: 1 << 16]
+    )
+
+
+def _cpu_s(text: str) -> float:
+    """Return the seconds in the words of bash.
+
+    >>> _cpu_s("1m0.500s+0m0.250s")
+    60.75
+    """
+    total = 0.0
+    for part in text.split("+"):
+        minutes, _, seconds = part.rpartition("m")
+        with suppress(ValueError):
+            total += 60 * int(minutes or 0) + float(seconds.rstrip("s"))
+    return total

@@ -1,0 +1,267 @@
+"""Tasks as rows of SWE-bench, SWE-Gym and SWE-smith: a problem of a repository, and tests by name that say whether it
+is solved.
+
+    row ─▶ image, or a repository of a folder of this machine at its base commit ─▶ agent
+        ─▶ patch of the tests ─▶ the files of the named tests ─▶ 1 if all of FAIL_TO_PASS and PASS_TO_PASS pass, else 0
+
+In rows of SWE-smith, which have no patch of tests, ``patch`` makes the bug, and its reverse is the solution. Sources:
+the dataset cards of SWE-bench/SWE-bench, SWE-Gym/SWE-Gym and SWE-bench/SWE-smith-*, as of November 2026.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import shlex
+import subprocess
+import tarfile
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from headrace.base.errors import DataError, EpisodeError
+from headrace.rollout.environments.data import Row, load_rows
+from headrace.rollout.scoring.sandbox import Finished
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.base import SandboxSession
+from headrace.wings.sandboxes.tasks import NamedTests, TaskDirectory
+
+DIRECTORY = "/testbed"
+"""The directory of the repository, as images of SWE-bench have it."""
+TEST_COMMAND = "python -m pytest -rA -q --tb=no --show-capture=no -p no:cacheprovider"
+OUTPUT_BYTES = 16 * MIB
+"""The most output of the tests: a line for each of thousands."""
+_ACTIVATE = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi"
+"""Enter the environment of Python that images of SWE-bench have beside the one of their system."""
+_IMAGES = ("image_name", "docker_image", "image")
+"""Columns that name an image."""
+_CHANGED = re.compile(r"^diff --git a/(.+?) b/(.+)$", re.MULTILINE)
+_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (.+)$", re.MULTILINE)
+_PASSING = frozenset({"PASSED", "XFAIL"})
+_SUMMARY = "short test summary info"
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def is_row(row: Mapping[str, Any]) -> bool:
+    """Return whether a row is a task of this kind."""
+    return "instance_id" in row and "problem_statement" in row
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the tasks in the files of a directory (JSONL, Parquet): their columns, the problem as ``prompt``, the id
+    as ``task``, and as ``solution`` the answer that would solve it, which no model reads. A task that cannot be
+    attempted has the reason as ``problem``; its episodes fail by name."""
+    rows: list[Row] = []
+    for file in sorted(each for each in path.iterdir() if each.suffix in (".jsonl", ".parquet")):
+        for row in load_rows(file):
+            if not is_row(row):
+                return []
+            row |= {"prompt": row["problem_statement"], "task": row["instance_id"], "problem": "", "solution": ""}
+            try:
+                row["solution"] = _solution(open_row(row), row)
+            except DataError as error:
+                row["problem"] = str(error)
+            rows.append(row)
+    return rows
+
+
+def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = "") -> TaskDirectory:
+    """Return the task of a row. ``image_names`` is the form of the image's name where the row has none, and
+    ``test_command`` runs the tests, before their files. Raises :class:`~headrace.base.errors.DataError` for a row that
+    lacks a part, or has one that is not supported."""
+    name = str(row["instance_id"])
+    if "expected_output_json" in row:
+        raise _unsupported(name, "compares the output of tests that its image hides, as R2E-Gym does")
+    must_pass = (*_names(row, "FAIL_TO_PASS"), *_names(row, "PASS_TO_PASS"))
+    if not _names(row, "FAIL_TO_PASS"):
+        raise DataError(f"the task {name} has no tests in FAIL_TO_PASS", remedy="leave it out")
+    for test in must_pass if not test_command else ():
+        if "::" not in test or test.startswith("-"):
+            raise _unsupported(name, f"names the test {test[:120]!r}, which is none of pytest")
+    tests, base = str(row.get("test_patch") or ""), str(row.get("base_commit") or "")
+    if base and not _COMMIT.fullmatch(base):
+        raise DataError(f"the task {name} has base_commit={base[:60]!r}", remedy="give a commit of 40 letters")
+    if not base and tests:
+        raise DataError(f"the task {name} has a patch of tests and no base_commit", remedy="give both, or none")
+    return TaskDirectory(
+        name=name,
+        instruction=str(row["problem_statement"]),
+        context=Path(),
+        image=_image(row, name, image_names),
+        test_command=test_command or TEST_COMMAND,
+        directory=DIRECTORY,
+        named=NamedTests(
+            repository=str(row.get("repo") or ""),
+            base_commit=base,
+            bug="" if base else str(row.get("patch") or ""),
+            patch=tests,
+            names=must_pass,
+        ),
+    )
+
+
+async def begin(session: SandboxSession, task: TaskDirectory, repositories: str) -> None:
+    """Make the world of a task: in the folder ``repositories`` its repository at the base commit, without what came
+    after, or, if that is empty, in the image; then the bug, where the row makes one. Raises
+    :class:`~headrace.base.errors.EpisodeError` where that fails."""
+    assert task.named is not None
+    if repositories or session.spec.image == "":
+        archive = await asyncio.to_thread(_checked_out, task, task.named, repositories)
+        if len(archive) > session.spec.limits.disk_bytes:
+            raise _failed(task, f"its repository has {len(archive)} bytes", "give it more: env.options.disk_mb")
+        await session.unpack(archive)
+    await session.run(_ACTIVATE)
+    if task.named.bug:
+        await _apply(session, task, task.named.bug)
+        await _must(session, task, _git("add -A && git commit -q -m task --no-verify"))
+
+
+async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> float:
+    """Return 1 if all named tests pass in the world as the agent has left it, else 0. The files that the patch of the
+    tests changes are those of the base commit before it is applied."""
+    session.directory = DIRECTORY
+    for path in dict.fromkeys(path for pair in _CHANGED.findall(named.patch) for path in pair):
+        quoted = shlex.quote(path)
+        await session.run(_git(f"checkout -q {named.base_commit} -- {quoted} || rm -rf {quoted}"))
+    if named.patch:
+        try:
+            await _apply(session, task, named.patch)
+        except EpisodeError as error:
+            if error.reason not in ("task_setup", "session_file"):
+                raise
+            return 0.0  # what the agent has done to the files does not go with the tests
+    files = list(dict.fromkeys(name.partition("::")[0] for name in named.names if "::" in name))
+    limits = replace(session.spec.limits, wall_s=task.tests_s, output_bytes=OUTPUT_BYTES)
+    session.directory = DIRECTORY
+    done = await session.run(f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", limits=limits)
+    return passes(done, named.names)
+
+
+def passes(done: Finished, names: Sequence[str]) -> float:
+    """Return 1 if the summary of pytest says that all tests passed, else 0. Rows may have names up to their first
+    space, since that is how SWE-bench reads summaries; one of several with the same beginning that failed counts.
+
+    >>> from headrace.rollout.scoring.sandbox import Reason
+    >>> said = f"{_SUMMARY} ===\\nPASSED t.py::a[x y]\\nFAILED t.py::b - no\\n"
+    >>> done = Finished(reason=Reason.EXITED, stderr="", stdout=said)
+    >>> passes(done, ["t.py::a[x"]), passes(done, ["t.py::a[x y]", "t.py::b"]), passes(done, ["t.py::c"])
+    (1.0, 0.0, 0.0)
+    """
+    _, found, summary = done.stdout.rpartition(_SUMMARY)
+    passed: set[str] = set()
+    failed: set[str] = set()
+    for outcome, text in _OUTCOME.findall(summary) if found else ():
+        name = text if outcome == "PASSED" else text.partition(" - ")[0]
+        (passed if outcome in _PASSING else failed).update((name, name.split()[0]))
+    return float(all(name in passed and name not in failed for name in names))
+
+
+def _image(row: Mapping[str, Any], name: str, image_names: str) -> str:
+    """Return the image of a row."""
+    for column in _IMAGES:
+        if row.get(column):
+            return str(row[column])
+    small = name.lower()
+    try:
+        return image_names.format(
+            instance_id=name, id_1776=small.replace("__", "_1776_"), id_s=small.replace("__", "_s_")
+        )
+    except (KeyError, IndexError, ValueError):
+        raise DataError(
+            f"image_names={image_names!r} is no form of names", remedy="use {instance_id}, {id_1776} and {id_s} in it"
+        ) from None
+
+
+def _names(row: Mapping[str, Any], column: str) -> tuple[str, ...]:
+    """Return the tests in a column: a list, or a list as JSON. Raises :class:`~headrace.base.errors.DataError` for
+    anything else."""
+    value = row.get(column)
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        value = None
+    if value is None or isinstance(value, Mapping) or not all(isinstance(each, str) for each in value):
+        raise DataError(
+            f"the task {row['instance_id']} has {column}={str(row.get(column))[:80]!r}", remedy="give a list of tests"
+        )
+    return tuple(value)
+
+
+def _solution(task: TaskDirectory, row: Mapping[str, Any]) -> str:
+    """Return the command that solves a task, in the form of an answer."""
+    assert task.named is not None
+    patch = str(row.get("patch") or "").rstrip("\n")
+    if not patch:
+        return ""
+    backwards = "-R " if task.named.bug else ""
+    return f"```bash\ngit apply {backwards}- <<'END_OF_PATCH'\n{patch}\nEND_OF_PATCH\n```"
+
+
+def _checked_out(task: TaskDirectory, named: NamedTests, repositories: str) -> bytes:
+    """Return a checkout of the base commit, with no other commit, as a tar archive."""
+    if not repositories:
+        raise _failed(task, "there is no image and no folder of repositories", "set env.options.repositories")
+    owner, _, name = named.repository.rpartition("/")
+    places = [Path(repositories, each) for each in (f"{owner}/{name}", f"{owner}__{name}")]
+    places = [Path(f"{place}{end}") for place in places for end in ("", ".git")]
+    source = next((place for place in places if place.is_dir()), None)
+    if source is None or not name:
+        raise _failed(task, f"no repository {named.repository!r} in {repositories}", f"clone it to {places[0]}")
+    if not named.base_commit:
+        raise _failed(task, "the row has no base_commit", "use its image")
+    upload = "git -c uploadpack.allowAnySHA1InWant=true -c safe.directory=* upload-pack"
+    with tempfile.TemporaryDirectory() as folder:
+        for words in (
+            ["init", "-q"],
+            ["fetch", "-q", "--depth", "1", "--upload-pack", upload, f"file://{source.resolve()}", named.base_commit],
+            ["-c", "advice.detachedHead=false", "checkout", "-q", named.base_commit],
+        ):
+            done = subprocess.run(["git", "-C", folder, *words], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise _failed(task, f"{named.base_commit} of {source}: {done.stderr[-300:].strip()}", "fetch it there")
+        Path(folder, ".git", "FETCH_HEAD").unlink(missing_ok=True)
+        buffer = io.BytesIO()
+        with tarfile.open(fileobj=buffer, mode="w") as archive:
+            archive.add(folder, arcname=DIRECTORY.lstrip("/"), filter=_of_nobody)
+    return buffer.getvalue()
+
+
+def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    """Return a member of an archive without the names of this machine's users."""
+    member.uname = member.gname = ""
+    return member
+
+
+def _git(words: str) -> str:
+    """Return a command of git in the repository, whoever owns its files."""
+    settings = "-c safe.directory='*' -c user.name=task -c user.email=task@localhost"
+    return f"cd {DIRECTORY} && git {settings} " + words.replace("&& git ", f"&& git {settings} ")
+
+
+async def _apply(session: SandboxSession, task: TaskDirectory, patch: str) -> None:
+    """Apply a patch to the repository. Raises :class:`~headrace.base.errors.EpisodeError` if it does not fit."""
+    text = patch if patch.endswith("\n") else f"{patch}\n"
+    await _must(session, task, _git("apply --whitespace=nowarn -"), text.encode("utf-8", "surrogateescape"))
+
+
+async def _must(session: SandboxSession, task: TaskDirectory, command: str, stdin: bytes = b"") -> None:
+    """Run a command that must succeed."""
+    done = await session.run(command, stdin=stdin)
+    if not done.ok:
+        raise _failed(task, f"{command[-80:]!r}: {(done.stderr or done.stdout)[-300:].strip()}", "correct the row")
+
+
+def _failed(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
+    """Return the error for a world that cannot be made."""
+    return EpisodeError(
+        f"the environment of the task {task.name} cannot be made: {text}", remedy=remedy, reason="task_setup"
+    )
+
+
+def _unsupported(name: str, text: str) -> DataError:
+    """Return the error for a row with a part that is not supported."""
+    return DataError(f"the task {name} {text}, which is not supported", remedy="leave it out, or set test_command")
