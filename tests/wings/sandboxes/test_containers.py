@@ -55,6 +55,26 @@ def listed(sandboxes: Sandboxes, *words: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
 
+@pytest.mark.parametrize("passes", [3, 30, 100, 300, 1000])
+def test_a_start_that_is_cut_off_leaves_no_container(sandboxes: Sandboxes, passes: int) -> None:
+    """Also where it is cut off before there is a container that could be killed."""
+
+    async def body() -> None:
+        start = asyncio.ensure_future(sandboxes.driver.start(SandboxSpec()))
+        for _ in range(passes):
+            await asyncio.sleep(0)
+            os.sched_yield()
+        start.cancel()
+        done, _ = await asyncio.wait([start], timeout=15)  # less than the driver would give a client that hangs
+        assert done
+        if not start.cancelled():
+            await start.result().stop()
+        assert not sandboxes.driver._sessions  # type: ignore[attr-defined]
+
+    sandboxes(body())
+    wait_until(lambda: not listed(sandboxes, "ps", "--all"))
+
+
 def kill_worker(worker: psutil.Process) -> None:
     worker.kill()
 

@@ -227,7 +227,12 @@ class ContainerDriver(SandboxDriver):
             bounded = "disk" not in self.missing
             self._sessions.add(session)
             try:
-                await session.attach(await self._run(session, image, bounded=bounded))
+                channel = await self._run(session, image, bounded=bounded)
+            except BaseException:
+                await session.give_up("its client did not start")
+                raise
+            try:
+                await session.attach(channel)
             except EpisodeError as error:
                 if not bounded or not _is_about_storage(error.problem):
                     raise
@@ -298,14 +303,16 @@ class ContainerChannel(ServerChannel):
     async def kill(self) -> None:
         """Kill the container, and remove it."""
         if self._process.returncode is None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()  # a container that is not there yet cannot be killed: it will find no input
             await self._driver.call("kill", "--signal", "KILL", self._name)
             try:
                 async with asyncio.timeout(END_S):
                     await self._process.communicate()
             except TimeoutError:
+                await self._driver.call("rm", "--force", self._name)
                 self._process.kill()
                 await self._process.wait()
-                await self._driver.call("rm", "--force", self._name)
 
     async def last_words(self) -> str:
         """Return what the client has said."""
