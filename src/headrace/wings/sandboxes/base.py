@@ -355,6 +355,15 @@ def without_own(variables: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
 
 
+def unusable_snapshot() -> EpisodeError:
+    """Return the error for a fork of a snapshot that its driver does not have, or not any more."""
+    return EpisodeError(
+        "the snapshot has been released, or is one of another driver",
+        remedy="fork before releasing it, with the driver of its session",
+        reason="session_snapshot",
+    )
+
+
 def refuse_invalid(spec: SandboxSpec) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a description of a session that cannot work."""
     limits = spec.limits

@@ -75,13 +75,15 @@ def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = 
     lacks a part, or has one that is not supported."""
     name = str(row["instance_id"])
     if "expected_output_json" in row:
-        raise _unsupported(name, "compares the output of tests that its image hides, as R2E-Gym does")
+        words = "compares the output of tests that its image hides, as R2E-Gym does"
+        raise _unsupported(name, words, "leave it out")
     must_pass = (*_names(row, "FAIL_TO_PASS"), *_names(row, "PASS_TO_PASS"))
     if not _names(row, "FAIL_TO_PASS"):
         raise DataError(f"the task {name} has no tests in FAIL_TO_PASS", remedy="leave it out")
     for test in must_pass if not test_command else ():
         if "::" not in test or test.startswith("-"):
-            raise _unsupported(name, f"names the test {test[:120]!r}, which is none of pytest")
+            words = f"names the test {test[:120]!r}, which is none of pytest"
+            raise _unsupported(name, words, "set test_command to what runs it, or leave it out")
     tests, base = str(row.get("test_patch") or ""), str(row.get("base_commit") or "")
     if base and not _COMMIT.fullmatch(base):
         raise DataError(f"the task {name} has base_commit={base[:60]!r}", remedy="give a commit of 40 letters")
@@ -237,7 +239,7 @@ def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 
 def _git(words: str) -> str:
-    """Return a command of git in the repository, whoever owns its files."""
+    """Return a command of git in the repository, whose files may belong to another user."""
     settings = "-c safe.directory='*' -c user.name=task -c user.email=task@localhost"
     return f"cd {DIRECTORY} && git {settings} " + words.replace("&& git ", f"&& git {settings} ")
 
@@ -262,6 +264,6 @@ def _failed(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
     )
 
 
-def _unsupported(name: str, text: str) -> DataError:
+def _unsupported(name: str, text: str, remedy: str) -> DataError:
     """Return the error for a row with a part that is not supported."""
-    return DataError(f"the task {name} {text}, which is not supported", remedy="leave it out, or set test_command")
+    return DataError(f"the task {name} {text}, which is not supported", remedy=remedy)

@@ -38,6 +38,7 @@ from headrace.wings.sandboxes.base import (
     SandboxSpec,
     SessionEnded,
     refuse_invalid,
+    unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
 
@@ -122,11 +123,7 @@ class LocalDriver(SandboxDriver):
     async def fork(self, snapshot: SandboxSnapshot) -> LocalSession:
         """Start a session that continues from a snapshot of this driver."""
         if snapshot.released or not isinstance(snapshot.files, LayerFiles | CopiedFiles):
-            raise EpisodeError(
-                "the snapshot has been released, or is one of another kind of sandbox",
-                remedy="fork before releasing it, with the driver of its session",
-                reason="session_snapshot",
-            )
+            raise unusable_snapshot()
         files = snapshot.files
         layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
         session = await self._begin(snapshot.spec, layers, files.user)

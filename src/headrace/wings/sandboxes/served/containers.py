@@ -29,7 +29,13 @@ from pydantic import Field, ValidationError
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes.base import SandboxDriver, SandboxSnapshot, SandboxSpec, refuse_invalid
+from headrace.wings.sandboxes.base import (
+    SandboxDriver,
+    SandboxSnapshot,
+    SandboxSpec,
+    refuse_invalid,
+    unusable_snapshot,
+)
 from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_arguments
 
 LABEL = "headrace.owner"
@@ -127,11 +133,7 @@ class ContainerDriver(SandboxDriver):
         """Start a container of the image of a snapshot."""
         files = snapshot.files
         if snapshot.released or not isinstance(files, ImageFiles) or files.image not in self._uses:
-            raise EpisodeError(
-                "the snapshot has been released, or is one of another driver",
-                remedy="fork before releasing it, with the driver of its session",
-                reason="session_snapshot",
-            )
+            raise unusable_snapshot()
         session = await self._begin(snapshot.spec, files.image, below=files.image)
         session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
         return session
@@ -349,8 +351,8 @@ class ContainerSession(ServedSession):
 def owner_name() -> str:
     """Return the name of this process: machine, boot, namespace of processes, process id, and the time of its start."""
     machine = _word("/etc/machine-id") or platform.node()
-    start = int(psutil.Process().create_time())
-    return f"{_short(machine)}-{_short(_word('/proc/sys/kernel/random/boot_id'))}-{_space()}-{os.getpid()}-{start}"
+    pid, boot = os.getpid(), _word("/proc/sys/kernel/random/boot_id")
+    return f"{_short(machine)}-{_short(boot)}-{_space()}-{pid}-{_began(pid)}"
 
 
 def is_dead(name: str) -> bool:
@@ -364,11 +366,21 @@ def is_dead(name: str) -> bool:
     if parts[2] != own[2]:
         return False
     try:
-        return int(psutil.Process(int(parts[3])).create_time()) != int(parts[4])
-    except psutil.NoSuchProcess:
+        return _began(int(parts[3])) != int(parts[4])
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return True
     except ValueError:
         return False
+
+
+def _began(pid: int) -> int:
+    """Return when a process began: on Linux in ticks since the machine was started, which no setting of its clock
+    changes; elsewhere in seconds of the clock. Raises ``FileNotFoundError``, ``ProcessLookupError`` or
+    ``psutil.NoSuchProcess`` if there is no such process."""
+    if platform.system() != "Linux":
+        return int(psutil.Process(pid).create_time())
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    return int(stat.rpartition(")")[2].split()[19])  # field 22, of which the name of the program is the second
 
 
 def _short(text: str) -> str:
