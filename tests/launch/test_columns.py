@@ -16,7 +16,7 @@ from headrace.base.errors import ComponentDied, RunError, SequenceFailed, StoreE
 from headrace.base.store import COLUMNS, ColumnStore
 from headrace.base.types.batch import Batch
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, TokenChunk, Turn
-from headrace.base.types.messages.controller import Failure, ScoresReply, StepReport
+from headrace.base.types.messages.controller import EngineStats, Failure, ScoresReply, StepReport
 from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.messages.learner import Logprobs, Train
 from headrace.base.types.tokens import Tokens
@@ -226,6 +226,26 @@ class Sent:
 
     def take_spans(self) -> tuple[()]:
         return ()
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def abort(self, requests: Sequence[int]) -> list[TokenChunk]:
+        return []
+
+
+def test_an_engine_sends_references_to_what_it_has_sampled(tmp_path: Path) -> None:
+    batch, sent = batch_of(1), Sent()
+    columns = EngineColumns(StoreStart(directory=str(tmp_path), writer="engine-0"))
+    host = EngineHost(sent, sent, None, EngineHostConfig(columns=columns))  # type: ignore[arg-type]
+    tokens = Tokens(ids_T=batch.ids_N, logprobs_T=batch.logprobs_N, versions_T=batch.versions_N, kept=batch.kept)
+    host._report([TokenChunk(request_id=3, tokens=tokens)])
+    ((chunk,),) = (message.chunks for message in sent.messages)
+    assert chunk.tokens.kept.stored
+    assert not len(chunk.tokens.kept.ids_E)
+    host._score(ScoreTokens(call=4, ids_T=batch.ids_N, kept=chunk.tokens.kept))
+    assert batch.kept is not None
+    np.testing.assert_array_equal(sent.computed[0].kept.ids_E, batch.kept.ids_E)
 
 
 def test_an_engine_scores_tokens_with_the_kept_sets_of_the_store(tmp_path: Path) -> None:
