@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 FAST = {
     *(("shm", "full"), ("shm", "delta"), ("shm", "cast_fp8")),
-    *(("files", "delta"), ("http", "cast_bf16"), ("collective", "adapter")),
+    *(("files", "delta"), ("http", "cast_bf16"), ("group", "adapter")),
 }
 PAIRS = [
     pytest.param(*pair, marks=[] if pair in FAST else [pytest.mark.slow])

@@ -175,7 +175,7 @@ def _mismatch(
 
 
 pytestmark = pytest.mark.timeout(900)
-WAYS = [("shm", "full"), ("shm", "delta"), ("files", "delta"), ("http", "cast_bf16"), ("collective", "delta")]
+WAYS = [("shm", "full"), ("shm", "delta"), ("files", "delta"), ("http", "cast_bf16"), ("group", "delta")]
 
 
 @pytest.mark.parametrize(

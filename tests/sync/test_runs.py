@@ -16,8 +16,8 @@ from headrace.launch.channel import ControllerChannel
 from tests.run.session.runs import make_run, tiny_model, verb
 
 WAYS = [
-    *(("http", "delta"), ("collective", "full"), ("files", "delta"), ("shm", "delta")),
-    *(("files", "full"), ("http", "full"), ("collective", "delta")),
+    *(("http", "delta"), ("group", "full"), ("files", "delta"), ("shm", "delta")),
+    *(("files", "full"), ("http", "full"), ("group", "delta")),
 ]
 
 

@@ -264,7 +264,7 @@ def dies(self, buffer):
 if sys.argv[3] == "dies":
     groups.ProcessGroup.broadcast = dies
 weights = {"w": torch.ones(5000, 1000)}
-publisher = make_publisher(Route(transport="collective", address=sys.argv[1], deadline_s=20.0), weights)
+publisher = make_publisher(Route(transport="group", address=sys.argv[1], deadline_s=20.0), weights)
 publisher.copy(0)
 import msgspec
 sys.stdout.buffer.write(msgspec.json.encode(publisher.announce(0, 0, [sys.argv[2]])) + b"\\n")
@@ -278,7 +278,7 @@ def test_learner_that_is_killed_in_a_transfer_is_noticed_at_once(tmp_path: Path,
     from headrace.base.types.weights import WeightUpdate
 
     engine = {"w": torch.zeros(5000, 1000)}
-    receiver = make_receiver(Route(transport="collective", address=str(tmp_path), deadline_s=20.0), engine)
+    receiver = make_receiver(Route(transport="group", address=str(tmp_path), deadline_s=20.0), engine)
     arguments = [sys.executable, "-c", LEARNER, str(tmp_path), receiver.address, fate]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as learner:
         assert learner.stdout is not None
@@ -294,8 +294,8 @@ def test_learner_that_is_killed_in_a_transfer_is_noticed_at_once(tmp_path: Path,
         learner.kill()
 
 
-def test_collective_without_a_receiver_is_refused_by_the_learner(tmp_path: Path) -> None:
-    publisher = make_publisher(Route(transport="collective", address=str(tmp_path)), {"w": torch.ones(2)})
+def test_group_without_a_receiver_is_refused_by_the_learner(tmp_path: Path) -> None:
+    publisher = make_publisher(Route(transport="group", address=str(tmp_path)), {"w": torch.ones(2)})
     publisher.copy(0)
     with pytest.raises(WeightsError, match="no receiver"):
         publisher.announce(0, 0)
@@ -303,9 +303,9 @@ def test_collective_without_a_receiver_is_refused_by_the_learner(tmp_path: Path)
 
 
 def test_group_that_this_engine_is_no_member_of_is_refused(tmp_path: Path) -> None:
-    with pair_of("collective", tmp_path, deadline_s=2.0) as pair:
-        update = msgspec.structs.replace(pair.publish(), path="0badcafe.somebody,else")
-        with pytest.raises(WeightsError, match="is sent to somebody,else, and this receiver is"):
+    with pair_of("group", tmp_path, deadline_s=2.0) as pair:
+        update = msgspec.structs.replace(pair.publish(), path="127.0.0.1|1|0badcafe|somebody,else")
+        with pytest.raises(WeightsError, match="is sent to somebody, else, and this engine is"):
             pair.receiver.stage(update)
         pair.receiver.stage(pair.resend())
 
@@ -313,7 +313,7 @@ def test_group_that_this_engine_is_no_member_of_is_refused(tmp_path: Path) -> No
 def test_two_engines_get_the_same_version_from_one_learner(tmp_path: Path) -> None:
     import threading
 
-    route = Route(transport="collective", address=str(tmp_path), deadline_s=20.0)
+    route = Route(transport="group", address=str(tmp_path), deadline_s=20.0)
     learner = {"w": torch.arange(1000.0)}
     engines = [{"w": torch.zeros(1000)} for _ in range(2)]
     receivers = [make_receiver(route, engine) for engine in engines]

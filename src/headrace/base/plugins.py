@@ -63,6 +63,8 @@ class Registry(Generic[T]):
     rows: Mapping[str, str] = field(default_factory=dict)
     """The entries of Headrace's core: each name, mapped to its object as ``module:object``. They take precedence over
     every package, so that installing a package does not change what a run file means."""
+    former: Mapping[str, str] = field(default_factory=dict)
+    """Names that were given up, each mapped to the present one: an error for a former name says it."""
     check: Callable[[Any], str | None] | None = None
     """A function that checks an object after it was loaded. It returns what is wrong with the object, as the end of a
     sentence, or ``None``. ``None`` in its place: nothing is checked."""
@@ -90,6 +92,9 @@ class Registry(Generic[T]):
         Headrace's own entry wins over those of other packages. Raises :class:`~headrace.base.errors.ConfigError` for an
         unknown name, and for a name that several other packages offer."""
         offers = self._offers.get(name, [])
+        if not offers and name in self.former:
+            now = self.former[name]
+            raise ConfigError(f"{self._named(name)} has another name now: {now}", remedy=f"write {now}")
         if not offers:
             stale = "install Headrace again (pip install -e . in a clone): what is installed is older than its source"
             raise ConfigError(

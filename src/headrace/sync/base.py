@@ -14,11 +14,11 @@ is refused changes nothing that is in use.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from headrace.base.types.weights import Manifest, WeightUpdate
+from headrace.base.types.weights import Manifest, RankLayout, WeightUpdate
 
 if TYPE_CHECKING:
     # a run file is read without torch
@@ -63,6 +63,14 @@ class SendRequest:
     """Whether the payload is the whole image of the slot, and not a difference."""
     to: Sequence[str]
     """The addresses of the receivers, for transports that send to addresses."""
+    checksums: Sequence[int]
+    """xxh3 (64 bits) of each tensor in the payload's image, or of each of this rank's pieces."""
+    layout: RankLayout
+    """What this rank sends, for transports that every rank of the learner sends by; otherwise everything."""
+    previous: memoryview | None = None
+    """For such transports, the image of the version before, if differences from it may be sent."""
+    base_version: int = -1
+    """The number of that version."""
     again: bool = False
     """Whether a receiver could not use the payload the first time. The transport then discards the state that it keeps
     between versions."""
@@ -76,6 +84,24 @@ class Sent:
     """Where receivers find the payload, in the transport's own form; it becomes ``WeightUpdate.path``."""
     missed: Mapping[str, str] = field(default_factory=dict)
     """The addresses of receivers that the payload did not reach, each with the reason."""
+    checksums: tuple[int, ...] = ()
+    """On rank 0, the hashes of the pieces of all ranks, for transports that every rank sends by."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerRank:
+    """One of the processes of a learner, for transports that every rank sends by."""
+
+    index: int
+    """The number of this rank; 0 is the leading one."""
+    world: int
+    """The number of ranks."""
+    share: Callable[[bytes | None], bytes]
+    """A function that all ranks call together: it returns what rank 0 passes; the others pass ``None``."""
+
+
+ALONE = LearnerRank(index=0, world=1, share=lambda message: message or b"")
+"""The only rank of a learner of one process."""
 
 
 class Outbox(Protocol):

@@ -17,7 +17,7 @@ from headrace.base.config.kinds import NameOf
 from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 from headrace.base.types.weights import Interrupt
-from headrace.sync.base import Inbox, Outbox
+from headrace.sync.base import Inbox, LearnerRank, Outbox
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +68,9 @@ class Transport:
     in bytes."""
     cost: TransportCost
     """The cost that the planner assumes."""
+    open_rank_outbox: Callable[[Route, LearnerRank], Outbox] | None = None
+    """A function that opens the side of one rank of the learner, for a transport by which every rank sends the part of
+    the weights that it holds; all ranks call it together. ``None``: rank 0 gathers the weights and sends them all."""
     address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
     """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: where the two sides
     meet; empty where they need no such place."""
@@ -130,8 +133,9 @@ TRANSPORTS = Registry[Transport](
         "shm": "headrace.sync.shm:SHM",
         "files": "headrace.sync.files:FILES",
         "http": "headrace.sync.http:HTTP",
-        "collective": "headrace.sync.collective:COLLECTIVE",
+        "group": "headrace.sync.group:GROUP",
     },
+    former={"collective": "group"},
     check=_problem,
 )
 """The registry behind ``sync.transport``. A module is imported when a run names its transport."""
@@ -152,16 +156,18 @@ class SyncConfig(Section):
 
     transport: Annotated[str, NameOf(TRANSPORTS)] = "shm"
     """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, and nothing
-    is copied. ``files``: files in a folder. ``http``: an upload to the engine, with the run's token. ``collective``:
-    torch.distributed, in a process group of its own. An installed package can offer others."""
+    is copied. ``files``: files in a folder. ``http``: an upload to the engine, with the run's token. ``group``:
+    process groups of torch.distributed, to which every rank of the learner sends the part that it holds. An installed
+    package can offer others."""
     codec: Literal["full", "cast_bf16", "cast_fp8", "delta", "adapter"] = "full"
     """``full``: every tensor unchanged. ``cast_bf16``, ``cast_fp8``: rounded for the transfer, the latter with a scale
     per row of each matrix. ``delta``: lossless differences from the version before. ``adapter``: refuses a run that
     trains anything but adapters; under LoRA, the other codecs, too, send only the adapters."""
     host: str = LOOPBACK
-    """``http`` only: the address on which the engine accepts uploads, for a learner on another machine. Every upload
+    """With ``http``, the address on which the engine accepts uploads, for a learner on another machine. Every upload
     must carry the run's token. Without ``tls_certificate``, token and weights are sent as clear text, so the network
-    must be trusted."""
+    must be trusted. With ``group``, the address of the learner's machine at which its ranks and the engines meet; torch
+    checks nobody there, so the network must be trusted."""
     tls_certificate: str = ""
     """``http`` only: a PEM file with the certificate of the engines, the only one that the learner accepts. It must
     have this path on each of their machines. Unset: no TLS."""

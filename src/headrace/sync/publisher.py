@@ -15,11 +15,12 @@ from headrace.models.weights import of_adapter
 from headrace.sync.base import Codec, Outbox, SendRequest
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, view
+from headrace.sync.pieces import Held, layout_of, whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Announced:
-    """The version that was last announced from a slot, with the hash of each of its tensors."""
+    """The version that was last announced from a slot, with the hash of each of its tensors or pieces."""
 
     version: int
     checksums: tuple[int, ...]
@@ -27,27 +28,41 @@ class _Announced:
 
 class Publisher:
     """The publisher of a learner's weights: it copies them into one of two slots, and sends them to the engines from
-    there.
+    there. Over some transports every rank of the learner has one, and sends the parts of the weights that it holds.
 
     The tensors are read at every :meth:`copy`. One thread copies; one other thread may announce.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], codec: Codec, outbox: Outbox) -> None:
-        """Publish ``tensors``, the weights by name, represented by ``codec`` and sent through ``outbox``. Raises
-        :class:`~headrace.base.errors.ConfigError` for a model that trains more than adapters if the codec sends
-        adapters only."""
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor],
+        codec: Codec,
+        outbox: Outbox,
+        held: Sequence[Held] | None = None,
+        rank: int = 0,
+    ) -> None:
+        """Publish ``tensors``, the weights by name, represented by ``codec`` and sent through ``outbox``.
+
+        ``held`` says which parts of them each rank of the learner sends, of which this one is ``rank``; ``None``: the
+        transport sends all weights from here. Raises :class:`~headrace.base.errors.ConfigError` for a model that trains
+        more than adapters if the codec sends adapters only, and for parts that the codec cannot represent.
+        """
         if codec.adapters_only and not all(of_adapter(name) for name in tensors):
             raise ConfigError(
                 "sync.codec='adapter' sends adapters alone, and this model is trained as a whole",
                 remedy="set model.lora.rank, or sync.codec = 'full'",
             )
         self._tensors, self._codec, self._outbox = list(tensors.values()), codec, outbox
-        parts = [codec.form.parts(name, tensor) for name, tensor in tensors.items()]
-        self.manifest = plan({name: part for group in parts for name, part in group.items()})
-        total = self.manifest.total_bytes
-        memory = outbox.memory(total * NUM_SLOTS)
-        self._images = [memory[slot * total : (slot + 1) * total] for slot in range(NUM_SLOTS)]
-        self._views = [_grouped([view(image, e) for e in self.manifest.entries], parts) for image in self._images]
+        parts = {name: codec.form.parts(name, tensor) for name, tensor in tensors.items()}
+        self.manifest = plan({name: part for group in parts.values() for name, part in group.items()})
+        sent = whole(tensors) if held is None else held[rank]
+        self._layout = layout_of(sent, tensors, codec.form)
+        self._layouts = () if held is None else tuple(layout_of(each, tensors, codec.form) for each in held)
+        pieces = self._layout.pieces
+        memory = outbox.memory(pieces.total_bytes * NUM_SLOTS)
+        self._images = [memory[slot * pieces.total_bytes :][: pieces.total_bytes] for slot in range(NUM_SLOTS)]
+        counts = [len(parts[name]) for name in sent]
+        self._views = [_grouped([view(image, e) for e in pieces.entries], counts) for image in self._images]
         self._announced: list[_Announced | None] = [None] * NUM_SLOTS
 
     def copy(self, slot: int) -> None:
@@ -57,8 +72,8 @@ class Publisher:
 
     @torch.no_grad()
     def fill(self, slot: int, tensors: Iterable[Tensor]) -> None:
-        """Copy ``tensors`` into the slot with the index ``slot``. They must come in the order of the learner's tensors;
-        an iterator can make them one at a time."""
+        """Copy ``tensors`` into the slot with the index ``slot``: all of the learner's, or the parts that this rank
+        sends, in the order in which the publisher was given them. An iterator can make them one at a time."""
         self._announced[slot] = None
         for parts, tensor in zip(self._views[slot], tensors, strict=True):
             self._codec.form.write(parts, tensor.detach())
@@ -67,15 +82,19 @@ class Publisher:
         """Hash the image in ``slot``, send it as ``version`` to the receivers at the addresses ``to``, and return the
         update that engines stage it by. If the codec sends differences, the difference from the version in the other
         slot is sent where it is shorter."""
-        hashed = checksums(self._images[slot], self.manifest)
+        hashed = checksums(self._images[slot], self._layout.pieces)
         base = self._announced[1 - slot] if self._codec.differences else None
         self._announced[slot] = _Announced(version=version, checksums=hashed)
-        if base is not None and base.version < version:
-            payload = delta.encode(self._images[slot], self._images[1 - slot], self.manifest)
-            if payload is not None:
-                difference = replace(self._send_request(version, slot, to), payload=memoryview(payload), whole=False)
-                return self._send(difference, base.version)
-        return self._send(self._send_request(version, slot, to))
+        request = self._send_request(version, slot, to)
+        if base is None or base.version >= version:
+            return self._send(request)
+        previous = self._images[1 - slot]
+        if self._layouts:
+            return self._send(replace(request, previous=previous, base_version=base.version), base.version)
+        payload = delta.encode(self._images[slot], previous, self.manifest)
+        if payload is None:
+            return self._send(request)
+        return self._send(replace(request, payload=memoryview(payload), whole=False), base.version)
 
     def resend(self, version: int, slot: int, to: Sequence[str] = ()) -> WeightUpdate:
         """Send ``version`` from ``slot`` once more, as the full image, to the addresses ``to``. Return the new update.
@@ -84,8 +103,8 @@ class Publisher:
         announced = self._announced[slot]
         if announced is None or announced.version != version:
             raise WeightsError(f"version {version} is not in slot {slot} any more", remedy="publish a newer version")
-        found = checksums(self._images[slot], self.manifest)
-        for entry, was, now in zip(self.manifest.entries, announced.checksums, found, strict=True):
+        found = checksums(self._images[slot], self._layout.pieces)
+        for entry, was, now in zip(self._layout.pieces.entries, announced.checksums, found, strict=True):
             if was != now:
                 raise WeightsError(
                     f"version {version}: tensor {entry.name} has changed in the learner's buffer, from the hash "
@@ -102,32 +121,42 @@ class Publisher:
 
     def _send_request(self, version: int, slot: int, to: Sequence[str]) -> SendRequest:
         """Return the request to send the whole image in ``slot`` as ``version`` to the addresses ``to``."""
+        announced = self._announced[slot]
+        assert announced is not None
         return SendRequest(
-            version=version, slot=slot, payload=self._images[slot], manifest=self.manifest, whole=True, to=to
+            version=version,
+            slot=slot,
+            payload=self._images[slot],
+            manifest=self.manifest,
+            whole=True,
+            to=to,
+            checksums=announced.checksums,
+            layout=self._layout,
         )
 
     def _send(self, request: SendRequest, base: int | None = None) -> WeightUpdate:
         """Send the payload of ``request``, and return the update that tells engines where it is. ``base`` is the
         version from which the payload is a difference; ``None`` for a whole image."""
-        announced = self._announced[request.slot]
-        assert announced is not None
         sent = self._outbox.send(request)
+        # the ranks decide for each bucket how it is sent, so the length of a difference is not known here
+        num_bytes = len(request.payload) if not self._layouts else 0 if base is not None else self.manifest.total_bytes
         return WeightUpdate(
             version=request.version,
             slot=request.slot,
             path=sent.path,
             manifest=self.manifest,
-            checksums=announced.checksums,
+            checksums=sent.checksums if self._layouts else tuple(request.checksums),
+            layouts=self._layouts,
             base=base,
-            num_bytes=len(request.payload),
+            num_bytes=num_bytes,
             to=tuple(address for address in request.to if address not in sent.missed),
             missed=dict(sent.missed),
             adapter=f"adapter-v{request.version}" if self._codec.adapters_only else "",
         )
 
 
-def _grouped(views: list[Tensor], parts: list[dict[str, Tensor]]) -> list[list[Tensor]]:
-    """Return ``views``, one for each part in order, grouped by the tensor that the parts represent. ``parts`` has the
-    parts of each tensor by name."""
+def _grouped(views: list[Tensor], counts: Sequence[int]) -> list[list[Tensor]]:
+    """Return ``views``, one for each part in order, grouped by the tensor that the parts represent. ``counts`` has the
+    number of parts of each tensor."""
     rest = iter(views)
-    return [[next(rest) for _ in group] for group in parts]
+    return [[next(rest) for _ in range(count)] for count in counts]

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.base.types.weights import NUM_SLOTS, Manifest, WeightUpdate
+from headrace.base.types.weights import NUM_SLOTS, Manifest, RankLayout, WeightUpdate
+from headrace.sync import pieces
 from headrace.sync.base import Codec, Inbox, Phase
 from headrace.sync.codecs import delta
 from headrace.sync.manifest import checksums, plan, private_memory, view
@@ -83,7 +84,8 @@ class Receiver:
         self._committing: int | None = None
         self._needs_full = True
         self._accepted_manifest: Manifest | None = None
-        """The last manifest that was checked and accepted."""
+        self._accepted_layouts: tuple[RankLayout, ...] = ()
+        """The last manifest, and the last layouts of several ranks, that were checked and accepted."""
         self.phase = Phase.NEEDS_FULL
         """The phase of the latest update."""
 
@@ -198,8 +200,12 @@ class Receiver:
                 )
             _refuse_other_layout(update)
             self._accepted_manifest = update.manifest
+            self._accepted_layouts = ()
             for buffer in self._buffers:
                 buffer.views = None
+        if update.layouts and update.layouts != self._accepted_layouts:
+            pieces.refuse_incomplete(update.layouts, update.manifest)
+            self._accepted_layouts = update.layouts
         _refuse_inconsistent(update)
 
     def _refuse_misaddressed(self, update: WeightUpdate) -> None:
@@ -246,7 +252,9 @@ class Receiver:
         """Bring the image of ``update`` into ``image``, and return it: fetch it or, if the update is a difference from
         ``base``, decode the payload. ``payload`` is the payload where it can be viewed in place; ``None``: it is
         fetched."""
-        if base is None:
+        if base is not None and update.layouts:
+            image[:] = base  # each rank's differences are applied where they belong, bucket by bucket
+        if base is None or update.layouts:
             self._inbox.fetch(update, image)
             return image
         if payload is None:
@@ -265,11 +273,15 @@ class Receiver:
     def _verify(self, update: WeightUpdate, image: memoryview) -> None:
         """Raise :class:`~headrace.base.errors.NeedsFull` if the hash of a tensor in ``image`` is not the one that was
         announced."""
-        found = checksums(image, update.manifest)
-        for entry, expected, actual in zip(update.manifest.entries, update.checksums, found, strict=True):
+        if update.layouts:
+            found = pieces.checksums(image, update.manifest, update.layouts)
+        else:
+            names = (entry.name for entry in update.manifest.entries)
+            found = zip(names, checksums(image, update.manifest), strict=True)
+        for (name, actual), expected in zip(found, update.checksums, strict=True):
             if expected != actual:
                 raise NeedsFull(
-                    f"version {update.version}: tensor {entry.name} hashes to {actual:016x}, announced {expected:016x}",
+                    f"version {update.version}: tensor {name} hashes to {actual:016x}, announced {expected:016x}",
                     remedy="send the version again, whole: its bytes changed on the way",
                 )
 
@@ -337,10 +349,11 @@ def _refuse_inconsistent(update: WeightUpdate) -> None:
     """Raise :class:`~headrace.base.errors.WeightsError` for an update with inconsistent numbers, which are used as
     sizes and indices later."""
     manifest = update.manifest
-    if update.slot not in range(NUM_SLOTS) or len(update.checksums) != len(manifest.entries):
+    num_tensors = sum(len(layout.starts) for layout in update.layouts) if update.layouts else len(manifest.entries)
+    if update.slot not in range(NUM_SLOTS) or len(update.checksums) != num_tensors:
         raise WeightsError(
             f"version {update.version} is announced in slot {update.slot} of {NUM_SLOTS}, with "
-            f"{len(update.checksums)} checksums for {len(manifest.entries)} tensors",
+            f"{len(update.checksums)} checksums for {num_tensors} tensors",
             remedy="publish the version again",
         )
     total, whole = manifest.total_bytes, update.base is None

@@ -2,24 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from headrace.sync.base import ALONE, LearnerRank
 from headrace.sync.codecs import codec_of
 from headrace.sync.config import TRANSPORTS, Route
+from headrace.sync.pieces import Held, whole
 from headrace.sync.publisher import Publisher
 from headrace.sync.receiver import Receiver
 
 
-def make_publisher(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Publisher:
+def sent_by_every_rank(route: Route) -> bool:
+    """Return whether each rank of the learner sends the parts of the weights that it holds, by the transport of
+    ``route``."""
+    return TRANSPORTS.load(route.transport).open_rank_outbox is not None
+
+
+def make_publisher(
+    route: Route,
+    tensors: Mapping[str, Tensor],
+    token: str = "",
+    held: Sequence[Held] | None = None,
+    rank: LearnerRank = ALONE,
+) -> Publisher:
     """Return the learner's side of the weight sync for ``tensors``, the weights by name, with the transport and codec
     of ``route``. ``token`` is the run's token, for transports that other machines can reach.
+
+    ``held`` and ``rank`` are used by transports that every rank sends by: the parts that each rank sends, all of them
+    by this process unless they are given, and which rank this process is; all ranks must call this together.
 
     Raises :class:`~headrace.base.errors.ConfigError` if the transport cannot be used here, and
     :class:`~headrace.base.errors.WeightsError` if there is too little memory.
     """
-    return Publisher(tensors, codec_of(route.codec), TRANSPORTS.load(route.transport).open_outbox(route, token))
+    transport, codec = TRANSPORTS.load(route.transport), codec_of(route.codec)
+    if transport.open_rank_outbox is None:
+        return Publisher(tensors, codec, transport.open_outbox(route, token))
+    held = [whole(tensors)] if held is None else held
+    return Publisher(tensors, codec, transport.open_rank_outbox(route, rank), held, rank.index)
 
 
 def make_receiver(route: Route, tensors: Mapping[str, Tensor], token: str = "") -> Receiver:

@@ -88,7 +88,7 @@ class FaultyInbox:
         :attr:`flip_next`."""
         self.flip_next = False
         place = int(self._rng.integers(len(payload)))
-        if update.base is None:  # not in the padding between tensors, where it has no effect
+        if update.base is None or update.layouts:  # not in the padding between tensors, where it has no effect
             entry = max(update.manifest.entries, key=lambda entry: entry.num_bytes)
             place = entry.offset_bytes + place % entry.num_bytes
         payload[place] ^= 1 << int(self._rng.integers(8))

@@ -82,7 +82,7 @@ def test_run_whose_only_engine_is_killed_goes_on_and_says_what_happened(tmp_path
         pytest.param("shm", "delta", marks=pytest.mark.slow),
         pytest.param("http", "full", marks=pytest.mark.slow),
         pytest.param("files", "delta", marks=pytest.mark.slow),
-        pytest.param("collective", "full", marks=pytest.mark.slow),
+        pytest.param("group", "full", marks=pytest.mark.slow),
     ],
 )
 def test_run_with_two_engines_learns_and_outlives_the_death_of_one(

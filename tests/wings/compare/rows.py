@@ -38,7 +38,7 @@ class Promise:
     """What becomes of running answers at a commit."""
     correction: tuple[str, ...]
     """How stale tokens are weighed: corrections, or a loss with a ratio of its own."""
-    transport: str = "collective"
+    transport: str = "group"
     sent: Literal["full", "adapter"] = "full"
 
     @property

@@ -23,7 +23,7 @@ RUN: dict[str, Any] = {
     "model": {"path": "Qwen/Qwen3-8B", "dtype": "bfloat16"},
     "engine": {"max_new_tokens": 512, "max_sequences": 256},
     "flow": {"groups_per_step": 8, "group_size": 4, "max_age": 1},
-    "sync": {"transport": "collective"},
+    "sync": {"transport": "group"},
 }
 BILLIONS = {
     "qwen3-0.6b": 0.6, "qwen3-1.7b": 1.7, "qwen3-4b": 4.0, "qwen3-8b": 8.2, "qwen3-14b": 14.8, "qwen3-32b": 32.8,

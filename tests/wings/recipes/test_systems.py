@@ -76,7 +76,7 @@ def test_settings_that_contradict_the_recipe_are_refused_in_words() -> None:
         ("areal", ["algo.old=engine"], "correction 'decoupled' reads π_old/μ", "algo.old = 'learner'"),
         ("verl", ["algo.correction=none"], "corrects for none of it", "flow.max_age = 0"),
         ("atropos", ["sync.host=10.0.0.1"], "sync.transport='files' takes no uploads", "sync.transport = 'http'"),
-        ("slime", ["sync.directory=x"], "sync.transport='collective' writes no files", "sync.transport = 'files'"),
+        ("slime", ["sync.directory=x"], "sync.transport='group' writes no files", "sync.transport = 'files'"),
         ("nemo-rl", ["flow.max_age=auto", "flow.policy.per=token"], "would not mask the same tokens", "'group'"),
         ("art", ["sync.rolling=2"], "sync.rolling=2 engines are to commit at once", "sync.rolling <= 1"),
         ("tunix", ["sync.codec=adapter"], "sends adapters alone, and model.lora is not set", "set model.lora"),

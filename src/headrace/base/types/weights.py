@@ -49,6 +49,17 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
         return sorted(lines)
 
 
+class RankLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank of a learner sends of every version: *pieces*, which are boxes of the tensors in the image, packed
+    one after the other. A piece of an image's matrix may be some of its rows, or some of its columns."""
+
+    pieces: Manifest
+    """The pieces as they are packed. Each has the name and the dtype of its tensor in the image, and the shape of the
+    box."""
+    starts: tuple[tuple[int, ...], ...]
+    """For each piece the index, along each axis of its tensor, at which the box begins."""
+
+
 class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """One published version of the weights: where its bytes are, and the checksums that they must have. The learner
     makes it, and engines stage the version by it."""
@@ -63,7 +74,11 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
     """The layout of the image, in which all tensors are packed."""
     checksums: tuple[int, ...]
-    """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order."""
+    """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order; with :attr:`layouts`, of each piece's
+    bytes, rank after rank."""
+    layouts: tuple[RankLayout, ...] = ()
+    """What each rank of the learner sends, if every rank sends the part of the weights that it holds. Empty: one sender
+    sends the whole image."""
     base: int | None = None
     """The version that the bytes are a difference to; ``None`` if they are the full image."""
     num_bytes: int = 0

@@ -58,15 +58,18 @@ from headrace.learner.base import LearnerContext
 from headrace.learner.core import LearnerCore
 from headrace.learner.parallel.load import load_for
 from headrace.learner.parallel.mesh import AnyRanks, Ranks, SingleRank, explained_rank_loss, joined
-from headrace.learner.parallel.shards import wholes
+from headrace.learner.parallel.shards import local, wholes
+from headrace.learner.parallel.shares import shared_out
 from headrace.learner.progress import Progress
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
 from headrace.models.weights import weight_tensors
+from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
 from headrace.sync.manifest import plan
+from headrace.sync.pieces import Held
 from headrace.sync.publisher import Publisher
-from headrace.sync.transports import make_publisher
+from headrace.sync.transports import make_publisher, sent_by_every_rank
 
 Order = Train | Logprobs | Publish | Resend | Save | Shutdown
 """A message that a learner carries out."""
@@ -214,18 +217,31 @@ class OrderStream:
 
 
 class PublishedBuffers:
-    """The buffers from which new versions reach the engines, filled with the tensors of all ranks. Rank 0 has the
-    publisher, which hashes and announces versions over the transport ``route``; on other ranks it is ``None``."""
+    """The buffers from which new versions reach the engines over the transport ``route``. A publisher hashes and
+    announces versions: rank 0 has it, with the tensors of all ranks, or every rank has one for the parts that it holds;
+    elsewhere it is ``None``."""
 
     def __init__(self, model: PreTrainedModel, route: Route, ranks: AnyRanks) -> None:
-        """Open the buffers of the transport ``route`` for the tensors of ``model``; only rank 0 does so."""
+        """Open the buffers of the transport ``route`` for the tensors of ``model``: on every rank if each sends the
+        parts that it holds, otherwise on rank 0. All ranks must call this at the same time."""
         self._tensors = weight_tensors(model)
         self._whole = isinstance(ranks, SingleRank)
-        self.publisher = make_publisher(route, self._tensors, run_token()) if ranks.is_leader else None
+        self._held: Held | None = None
+        self.publisher: Publisher | None = None
+        if sent_by_every_rank(route):
+            shares = shared_out(self._tensors, ranks)
+            self._held = shares[ranks.rank]
+            rank = LearnerRank(index=ranks.rank, world=len(shares), share=ranks.broadcast)
+            self.publisher = make_publisher(route, self._tensors, run_token(), shares, rank)
+        elif ranks.is_leader:
+            self.publisher = make_publisher(route, self._tensors, run_token())
 
     def copy(self, slot: int) -> None:
         """Copy the present weights into the buffer with the index ``slot``. All ranks must call this at the same time,
         since each may hold a part of every tensor."""
+        if self._held is not None and self.publisher is not None:
+            self.publisher.fill(slot, (local(self._tensors[name].detach()) for name in self._held))
+            return
         if self._whole and self.publisher is not None:
             self.publisher.copy(slot)
             return
@@ -308,8 +324,8 @@ class LearnerHost:
         self._announce_soon(message)
 
     def _announce_soon(self, message: Publish | Resend) -> None:
-        """Let the announcing thread announce or resend the version of ``message``; only rank 0, which has the
-        publisher, does so."""
+        """Let the announcing thread announce or resend the version of ``message``; only ranks that have a publisher do
+        so."""
         if self._weights.publisher is not None:
             announce = partial(self._announce, message, self._weights.publisher)
             self._announcer.submit(self._answer, message.call, announce)
@@ -327,7 +343,7 @@ class LearnerHost:
             traceback.print_exc()
             words = f"publishing version {message.version} failed: {type(error).__name__}: {error}"
             raise WeightsError(words, remedy="the traceback is in logs/learner.log of the run directory") from error
-        if isinstance(message, Publish):
+        if isinstance(message, Publish) and self._orders.ranks.is_leader:
             update = self._announce_to_engines(update, message)
         self._orders.answer(Published(call=message.call, update=update))
 

@@ -65,6 +65,10 @@ class SingleRank:
         """Return the bytes of the only rank."""
         return [message]
 
+    def broadcast(self, message: bytes | None) -> bytes:
+        """Return ``message``, which is that of the only rank."""
+        return message or b""
+
     def wait(self) -> None:
         """Return at once: there is no other rank to wait for."""
         return

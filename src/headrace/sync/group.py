@@ -1,0 +1,426 @@
+"""A transport over process groups of torch.distributed, in which every rank of the learner sends its own part.
+
+    learner rank 0 ═══ group 0 ═══▶ engine a, engine b, ...       each group: one rank of the learner, all engines
+    learner rank 1 ═══ group 1 ═══▶ engine a, engine b, ...
+           └─ store ─┘  where all of them meet: rank 0 opens it
+
+The ranks copy only what they hold; nothing is gathered. A version is sent in a thread of each rank, bucket by bucket,
+while training continues; an engine receives from all ranks at once, directly into the free image, while it decodes.
+With ``sync.codec = "delta"`` each bucket is sent as its difference from the version before, where that is shorter.
+
+If anything fails in a group, all of its members leave it, and the next update names new groups. The backend is Gloo:
+with CUDA devices, too, the image is in the host's memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.base.config.addresses import EVERYWHERE
+from headrace.base.errors import ConfigError, HeadraceError, NeedsFull, WeightsError
+from headrace.base.types.weights import Manifest, WeightUpdate
+from headrace.sync.base import ALONE, LearnerRank, SendRequest, Sent
+from headrace.sync.codecs import delta
+from headrace.sync.config import Route, SyncConfig, Transport, TransportCost
+from headrace.sync.groups import ProcessGroup, gloo_group, torch_distributed
+from headrace.sync.manifest import private_memory
+from headrace.sync.pieces import Bucket, box_of, buckets
+
+_RAW, _DIFFERENCE = 0, 1
+"""How a bucket is sent: as it is, or as its difference from the version before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Meeting:
+    """The groups over which versions are sent, as ``WeightUpdate.path`` says it to engines."""
+
+    host: str
+    """The address of the store."""
+    port: int
+    """The port of the store."""
+    name: str
+    """The name of the groups, which no other groups of the run have."""
+    engines: tuple[str, ...]
+    """The addresses of the engines, in the order of their ranks in each group."""
+
+    @property
+    def path(self) -> str:
+        """Return the path of an update that is sent over these groups."""
+        return f"{self.host}|{self.port}|{self.name}|{','.join(self.engines)}"
+
+    @classmethod
+    def of(cls, path: str) -> _Meeting:
+        """Return the meeting that ``path`` describes. Raises :class:`~headrace.base.errors.WeightsError` if it
+        describes none."""
+        try:
+            host, port, name, engines = path.split("|")
+            return cls(host=host, port=int(port), name=name, engines=tuple(engines.split(",")))
+        except ValueError:
+            raise WeightsError(
+                f"{path!r} names no process group of the weights", remedy="use one version of headrace everywhere"
+            ) from None
+
+    def join(self, store: Any, sender: int, rank: int, deadline_s: float) -> ProcessGroup:
+        """Return the group of the learner's rank ``sender``, as its member ``rank``: 0 for the sender, then the
+        engines. ``store`` is a connection to the store. Raises ``RuntimeError`` if not all members come within
+        ``deadline_s`` seconds."""
+        own = torch_distributed.PrefixStore(f"{self.name}.{sender}", store)
+        return gloo_group(own, (rank, 1 + len(self.engines)), deadline_s, _own_address(self.host, self.port))
+
+
+class GroupOutbox:
+    """One learner rank's side of the transport. It sends in a thread of its own: an update is announced before it is
+    sent, because a broadcast needs both sides at the same time.
+
+    The ranks agree over the store, for each version: each writes the hashes of its pieces and whether its last version
+    arrived; rank 0 decides by that which groups are used, and announces the version with the hashes of all.
+    """
+
+    def __init__(self, host: str, deadline_s: float, rank: LearnerRank) -> None:
+        """Open the store at ``host`` on rank 0, and connect the other ranks to it; ``rank`` is this one, and
+        all ranks make this call together. ``deadline_s`` is the longest time to wait for each other and for
+        engines."""
+        self._deadline_s, self._rank = deadline_s, rank
+        self._listening = _open_store(host, deadline_s) if rank.index == 0 else None
+        port = str(self._listening.port).encode() if self._listening else None
+        opened = rank.share(None if port is None else f"{host}|".encode() + port).decode()
+        self._host, _, found = opened.partition("|")
+        self._port = int(found)
+        # a wait occupies a connection: the thread that sends has one of its own
+        self._agreeing, self._joining = (_connect(self._host, self._port, deadline_s) for _ in range(2))
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="send")
+        self._transfer: Future[None] | None = None
+        self._meeting: _Meeting | None = None
+        self._group: tuple[str, ProcessGroup] | None = None
+        self._last = ""
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """Return ``num_bytes`` bytes of this process for the slots."""
+        return private_memory(num_bytes)
+
+    def send(self, request: SendRequest) -> Sent:
+        """Begin to send this rank's part of a version to its receivers in the thread, and return at once with the
+        groups and, on rank 0, the hashes of all pieces. New groups are used if the receivers have changed, the last
+        version did not arrive, or the version is sent again. Raises :class:`~headrace.base.errors.WeightsError` if the
+        other ranks do not agree in time."""
+        if not request.to:
+            raise WeightsError(
+                f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
+            )
+        succeeded = self._previous_succeeded(request.version)
+        try:
+            path, hashes = self._agree(request, succeeded)
+        except RuntimeError as error:
+            raise WeightsError(
+                f"version {request.version} cannot be sent: rank {self._rank.index} of the learner did not hear from "
+                f"the others for {2 * self._deadline_s:g} s ({_first_line(error)})",
+                remedy="look at the logs of the learner's ranks",
+            ) from None
+        self._transfer = self._sender.submit(self._send, path, request)
+        return Sent(path=path, checksums=hashes)
+
+    def close(self) -> None:
+        """Stop the thread, without waiting for a transfer that runs."""
+        self._sender.shutdown(wait=False, cancel_futures=True)
+        self._group = None
+
+    def _previous_succeeded(self, version: int) -> bool:
+        """Wait for the end of this rank's previous transfer, and return whether it succeeded; true if there was none.
+        Raises :class:`~headrace.base.errors.WeightsError` if it does not end; ``version`` is the next one, for the
+        message."""
+        if self._transfer is None:
+            return True
+        try:
+            self._transfer.result(2 * self._deadline_s)  # the transfer's own deadline ends it after half of that
+        except TimeoutError:
+            raise WeightsError(
+                f"version {version} cannot be sent: the transfer before has not ended for {2 * self._deadline_s:g} s",
+                remedy="look at the engine's log",
+            ) from None
+        except RuntimeError:  # the receivers have left or never joined, and report that themselves
+            return False
+        return True
+
+    def _agree(self, request: SendRequest, succeeded: bool) -> tuple[str, tuple[int, ...]]:
+        """Exchange the hashes of ``request`` and whether the previous transfers have ``succeeded`` with the other
+        ranks. Return the path that rank 0 has chosen and, on rank 0, the hashes of all ranks' pieces. Raises
+        ``RuntimeError`` if a rank is not heard of in time."""
+        key = self._key(request)
+        own = np.array([int(succeeded), *request.checksums], np.uint64)
+        if self._rank.index:
+            self._agreeing.set(f"{key}/{self._rank.index}", own.tobytes())
+            return self._agreeing.get(f"{key}/path").decode(), ()
+        words = [own]
+        for rank in range(1, self._rank.world):
+            words.append(np.frombuffer(self._agreeing.get(f"{key}/{rank}"), np.uint64))
+            self._agreeing.delete_key(f"{key}/{rank}")
+        engines = tuple(request.to)
+        usable = self._meeting is not None and self._meeting.engines == engines and all(int(one[0]) for one in words)
+        if request.again or not usable:
+            self._meeting = _Meeting(host=self._host, port=self._port, name=secrets.token_hex(6), engines=engines)
+        assert self._meeting is not None
+        self._agreeing.set(f"{key}/path", self._meeting.path)
+        if self._last:
+            self._agreeing.delete_key(f"{self._last}/path")
+        self._last = key
+        return self._meeting.path, tuple(int(each) for one in words for each in one[1:])
+
+    def _key(self, request: SendRequest) -> str:
+        """Return the name under which the ranks agree on ``request``. A version that is sent again gets another name
+        each time."""
+        attempt = 1 + int(self._last.rpartition(".")[2]) if request.again and self._last else 0
+        key = f"{request.version}.{attempt}"
+        if self._rank.index:
+            self._last = key
+        return key
+
+    def _send(self, path: str, request: SendRequest) -> None:
+        """Send the part of ``request`` to the groups of ``path``, which are joined first if they are new. This runs in
+        the thread."""
+        try:
+            if self._group is None or self._group[0] != path:
+                self._group = None
+                group = _Meeting.of(path).join(self._joining, self._rank.index, 0, self._deadline_s)
+                self._group = (path, group)
+            group = self._group[1]
+            base = -1 if request.previous is None else request.base_version
+            group.broadcast_one(_numbers(request.version, base))
+            for bucket in buckets(request.layout):
+                self._send_bucket(group, bucket, request)
+        except RuntimeError:
+            self._group = None
+            raise
+
+    def _send_bucket(self, group: ProcessGroup, bucket: Bucket, request: SendRequest) -> None:
+        """Send one bucket of ``request``; one of a difference as whichever of both is shorter."""
+        span = slice(bucket.start, bucket.start + bucket.num_bytes)
+        payload = request.payload[span]
+        if request.previous is not None:
+            encoded = delta.encode(payload, request.previous[span], bucket.manifest)
+            payload, how = (payload, _RAW) if encoded is None else (memoryview(encoded), _DIFFERENCE)
+            group.broadcast_one(_numbers(how, len(payload)))
+        group.broadcast(payload)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Joined:
+    """The groups that an engine has joined, one for each rank of the learner."""
+
+    path: str
+    """The path of the updates that are sent over them."""
+    stores: list[Any]
+    """For each rank of the learner a connection to the store: the groups are joined at the same time."""
+    groups: dict[int, ProcessGroup] = field(default_factory=dict)
+    """The groups that have been joined, by the learner's ranks."""
+
+
+class GroupInbox:
+    """The engine's side of the transport. Its address is a random name that no other receiver ever had."""
+
+    lasting = False
+
+    def __init__(self, deadline_s: float) -> None:
+        """Make a receiver; it joins a group when an update names one. ``deadline_s`` is the longest time to wait for
+        the learner."""
+        self._deadline_s = deadline_s
+        self.address = secrets.token_hex(8)
+        self._joined: _Joined | None = None
+
+    def view(self, update: WeightUpdate) -> None:
+        return None  # ``None``: a broadcast has to be fetched
+
+    def fetch(self, update: WeightUpdate, into: memoryview) -> None:
+        """Receive the parts of all ranks into the image ``into``, which holds the version ``update.base`` if ``update``
+        is a difference. Raises :class:`~headrace.base.errors.NeedsFull` if a rank does not send in time, or sends
+        another version."""
+        try:
+            self._receive(update, into)
+        except RuntimeError as error:
+            raise NeedsFull(
+                f"version {update.version} ({update.manifest.total_bytes} bytes) did not arrive within "
+                f"{self._deadline_s:g} s of silence: {_first_line(error)}",
+                remedy="look at the learner's log: it may have ended; raise sync.deadline_s on a slow network",
+            ) from None
+
+    def skip(self, update: WeightUpdate) -> None:
+        """Receive the parts of all ranks and discard them, since the broadcasts are already on their way and need every
+        member of the groups."""
+        if update.layouts:
+            with contextlib.suppress(RuntimeError, HeadraceError):
+                self._receive(update, None)
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        self._joined = None
+
+    def _receive(self, update: WeightUpdate, into: memoryview | None) -> None:
+        """Receive the parts of all ranks at once, a thread for each; ``into`` is ``None`` if they are discarded. The
+        groups are left if a part does not arrive, since its rank has left its group, too."""
+        joined = self._groups(update)
+        ranks = range(len(update.layouts))
+        try:
+            with ThreadPoolExecutor(max_workers=len(ranks), thread_name_prefix="receive") as threads:
+                parts = [threads.submit(self._receive_part, joined, rank, update, into) for rank in ranks]
+            for part in parts:
+                part.result()
+        except BaseException:
+            self._joined = None
+            raise
+
+    def _groups(self, update: WeightUpdate) -> _Joined:
+        """Return the groups that ``update`` names, to be joined by the threads that receive. Raises
+        :class:`~headrace.base.errors.WeightsError` if this engine is not one of their members."""
+        if self._joined is None or self._joined.path != update.path:
+            self._joined = None
+            meeting = _Meeting.of(update.path)
+            if self.address not in meeting.engines:
+                raise WeightsError(
+                    f"version {update.version} is sent to {', '.join(meeting.engines)}, and this engine is "
+                    f"{self.address}",
+                    remedy="send it again, to the engines that are there now",
+                )
+            stores = [_connect(meeting.host, meeting.port, self._deadline_s) for _ in update.layouts]
+            self._joined = _Joined(path=update.path, stores=stores)
+        return self._joined
+
+    def _receive_part(self, joined: _Joined, rank: int, update: WeightUpdate, into: memoryview | None) -> None:
+        """Receive the part of the learner's ``rank``, and put each bucket where it belongs in ``into``, unless that is
+        ``None``. Raises :class:`~headrace.base.errors.NeedsFull` if the rank sends another version."""
+        if rank not in joined.groups:
+            meeting = _Meeting.of(update.path)
+            member = 1 + meeting.engines.index(self.address)
+            joined.groups[rank] = meeting.join(joined.stores[rank], rank, member, self._deadline_s)
+        group = joined.groups[rank]
+        header = _numbers(0, 0)
+        group.broadcast_one(header)
+        version, base = (int(number) for number in header)
+        if version != update.version or base != (-1 if update.base is None else update.base):
+            raise NeedsFull(
+                f"announced was version {update.version}, and rank {rank} of the learner sends version {version}",
+                remedy="send the version again",
+            )
+        put = None if into is None else partial(_put, into, update.manifest)
+        for bucket, payload, how in _incoming(group, buckets(update.layouts[rank]), differences=base >= 0):
+            if put is not None:
+                put(bucket, payload, how)
+
+
+def _incoming(
+    group: ProcessGroup, announced: Sequence[Bucket], *, differences: bool
+) -> Iterator[tuple[Bucket, memoryview, int]]:
+    """Receive the ``announced`` buckets one after the other, and yield each with its payload and how it was sent. The
+    payload is valid until the next one. ``differences`` says that a bucket may be sent as its difference."""
+    scratch = private_memory(max((bucket.num_bytes for bucket in announced), default=0))
+    for bucket in announced:
+        how, size = _RAW, bucket.num_bytes
+        if differences:
+            header = _numbers(0, 0)
+            group.broadcast_one(header)
+            how, size = (int(number) for number in header)
+        if size > bucket.num_bytes or (how == _RAW and size != bucket.num_bytes):
+            raise NeedsFull(
+                f"a rank of the learner sends {size} bytes for a bucket of {bucket.num_bytes}",
+                remedy="send the version again, whole",
+            )
+        group.broadcast(scratch[:size])
+        yield bucket, scratch[:size], how
+
+
+def _put(into: memoryview, manifest: Manifest, bucket: Bucket, payload: memoryview, how: int) -> None:
+    """Put the blocks of ``bucket``, which have come as ``payload``, where they belong in the image ``into`` with the
+    layout ``manifest``. A difference is applied to what is there."""
+    entries = {entry.name: entry for entry in manifest.entries}
+    places = [box_of(into, entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks]
+    views = bucket.views(payload) if how == _RAW else None
+    if views is None:
+        old, new = private_memory(bucket.num_bytes), private_memory(bucket.num_bytes)
+        for place, there in zip(places, bucket.views(old), strict=True):
+            there.copy_(place)
+        delta.decode(payload, old, new, bucket.manifest)
+        views = bucket.views(new)
+    for place, arrived in zip(places, views, strict=True):
+        place.copy_(arrived)
+
+
+def _numbers(first: int, second: int) -> torch.Tensor:
+    """Return the tensor that is broadcast before a version (its number and its base, −1 for a whole one) or before a
+    bucket of a difference (how it is sent, and its size)."""
+    return torch.tensor([first, second], dtype=torch.int64)
+
+
+def _open_store(host: str, deadline_s: float) -> Any:
+    """Open the store of a run at a free port of ``host``. Raises :class:`~headrace.base.errors.ConfigError` if this
+    machine cannot listen there."""
+    try:
+        listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        raise ConfigError(
+            f"sync.host={host!r}: the learner cannot listen there: {error}",
+            remedy="name the address of one interface of the learner's machine",
+        ) from None
+    port = listener.getsockname()[1]
+    return torch_distributed.TCPStore(
+        host,
+        port,
+        None,
+        True,
+        timedelta(seconds=2 * deadline_s),
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _connect(host: str, port: int, deadline_s: float) -> Any:
+    """Return a connection to the store at ``host`` and ``port``. Raises ``RuntimeError`` if nobody answers there."""
+    return torch_distributed.TCPStore(
+        host, port, None, False, timedelta(seconds=2 * deadline_s), wait_for_workers=False
+    )
+
+
+def _own_address(host: str, port: int) -> str:
+    """Return the address of this machine on the way to ``host``, at which processes that reach ``host`` reach this one.
+    Nothing is sent."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))
+        return str(probe.getsockname()[0])
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of an error's text."""
+    return str(error).partition("\n")[0]
+
+
+def _check(sync: SyncConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a host to which no process can connect."""
+    if sync.host in EVERYWHERE:
+        raise ConfigError(
+            f"sync.host={sync.host!r} is not an address that an engine could connect to",
+            remedy="name the address of one interface of the learner's machine",
+        )
+
+
+def _open_rank(route: Route, rank: LearnerRank) -> GroupOutbox:
+    """Return the side of one rank of the learner."""
+    return GroupOutbox(route.host, route.silence_s or route.deadline_s, rank)
+
+
+GROUP = Transport(
+    open_outbox=lambda route, token: _open_rank(route, ALONE),
+    open_rank_outbox=_open_rank,
+    open_inbox=lambda route, token, limit_bytes: GroupInbox(route.silence_s or route.deadline_s),
+    settings={"host": "opens no port"},
+    check=_check,
+    cost=TransportCost(gb_s=0.0, fixed_s=0.05, proposed=True),
+)
