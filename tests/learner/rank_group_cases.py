@@ -1,4 +1,4 @@
-"""What the ranks of the tests send to engines over process groups: each its own part, and the engines hold the whole."""
+"""What the ranks of the tests send to engines over process groups: each its own part; the engines hold the whole."""
 
 from __future__ import annotations
 

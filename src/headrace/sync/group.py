@@ -17,15 +17,15 @@ from __future__ import annotations
 import contextlib
 import secrets
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from headrace.base.config.addresses import EVERYWHERE
 from headrace.base.errors import ConfigError, HeadraceError, NeedsFull, WeightsError
@@ -310,50 +310,64 @@ class GroupInbox:
                 f"announced was version {update.version}, and rank {rank} of the learner sends version {version}",
                 remedy="send the version again",
             )
-        put = None if into is None else partial(_put, into, update.manifest)
-        for bucket, payload, how in _incoming(group, buckets(update.layouts[rank]), differences=base >= 0):
-            if put is not None:
-                put(bucket, payload, how)
+        image = None if into is None else _Image(into, update.manifest)
+        announced = buckets(update.layouts[rank])
+        scratch = private_memory(max((bucket.num_bytes for bucket in announced), default=0))
+        for bucket in announced:
+            how, size = _announced_size(group, bucket) if base >= 0 else (_RAW, bucket.num_bytes)
+            places = [] if image is None else image.places(bucket)
+            if how == _RAW and len(places) == 1 and places[0].is_contiguous():
+                group.broadcast_tensor(places[0])
+                continue
+            payload = scratch[:size]
+            group.broadcast(payload)
+            if places:
+                _put(bucket, payload, how, places)
 
 
-def _incoming(
-    group: ProcessGroup, announced: Sequence[Bucket], *, differences: bool
-) -> Iterator[tuple[Bucket, memoryview, int]]:
-    """Receive the ``announced`` buckets one after the other, and yield each with its payload and how it was sent. The
-    payload is valid until the next one. ``differences`` says that a bucket may be sent as its difference."""
-    scratch = private_memory(max((bucket.num_bytes for bucket in announced), default=0))
-    for bucket in announced:
-        how, size = _RAW, bucket.num_bytes
-        if differences:
-            header = _numbers(0, 0)
-            group.broadcast_one(header)
-            how, size = (int(number) for number in header)
-        if size > bucket.num_bytes or (how == _RAW and size != bucket.num_bytes):
-            raise NeedsFull(
-                f"a rank of the learner sends {size} bytes for a bucket of {bucket.num_bytes}",
-                remedy="send the version again, whole",
-            )
-        group.broadcast(scratch[:size])
-        yield bucket, scratch[:size], how
+class _Image:
+    """The image that an engine receives, and where the buckets belong in it."""
+
+    def __init__(self, memory: memoryview, manifest: Manifest) -> None:
+        """``manifest`` is the layout of the image in ``memory``."""
+        self._memory = memory
+        self._entries = {entry.name: entry for entry in manifest.entries}
+
+    def places(self, bucket: Bucket) -> list[Tensor]:
+        """Return the place of each block of ``bucket``, as a view into the image."""
+        return [
+            box_of(self._memory, self._entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks
+        ]
 
 
-def _put(into: memoryview, manifest: Manifest, bucket: Bucket, payload: memoryview, how: int) -> None:
-    """Put the blocks of ``bucket``, which have come as ``payload``, where they belong in the image ``into`` with the
-    layout ``manifest``. A difference is applied to what is there."""
-    entries = {entry.name: entry for entry in manifest.entries}
-    places = [box_of(into, entries[block.name], block.starts, block.entry.shape) for block in bucket.blocks]
-    views = bucket.views(payload) if how == _RAW else None
-    if views is None:
+def _announced_size(group: ProcessGroup, bucket: Bucket) -> tuple[int, int]:
+    """Receive how ``bucket`` of a difference is sent, and the number of bytes that follow. Raises
+    :class:`~headrace.base.errors.NeedsFull` for a number that does not fit."""
+    header = _numbers(0, 0)
+    group.broadcast_one(header)
+    how, size = (int(number) for number in header)
+    if not 0 <= size <= bucket.num_bytes or (how == _RAW and size != bucket.num_bytes):
+        raise NeedsFull(
+            f"a rank of the learner sends {size} bytes for a bucket of {bucket.num_bytes}",
+            remedy="send the version again, whole",
+        )
+    return how, size
+
+
+def _put(bucket: Bucket, payload: memoryview, how: int, places: Sequence[Tensor]) -> None:
+    """Put the blocks of ``bucket``, which have come as ``payload``, into their ``places``. A difference is applied to
+    what is there."""
+    if how == _DIFFERENCE:
         old, new = private_memory(bucket.num_bytes), private_memory(bucket.num_bytes)
         for place, there in zip(places, bucket.views(old), strict=True):
             there.copy_(place)
         delta.decode(payload, old, new, bucket.manifest)
-        views = bucket.views(new)
-    for place, arrived in zip(places, views, strict=True):
+        payload = new
+    for place, arrived in zip(places, bucket.views(payload), strict=True):
         place.copy_(arrived)
 
 
-def _numbers(first: int, second: int) -> torch.Tensor:
+def _numbers(first: int, second: int) -> Tensor:
     """Return the tensor that is broadcast before a version (its number and its base, −1 for a whole one) or before a
     bucket of a difference (how it is sent, and its size)."""
     return torch.tensor([first, second], dtype=torch.int64)

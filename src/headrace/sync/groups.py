@@ -32,6 +32,12 @@ class ProcessGroup:
             for bucket in torch.frombuffer(buffer, dtype=torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
 
+    def broadcast_tensor(self, tensor: Tensor) -> None:
+        """Broadcast the bytes of ``tensor``, which lie one after the other, as :meth:`broadcast` does."""
+        if tensor.numel():
+            for bucket in tensor.reshape(-1).view(torch.uint8).split(BUCKET_BYTES):
+                self.broadcast_one(bucket)
+
     def broadcast_one(self, tensor: Tensor) -> None:
         """Broadcast ``tensor`` from rank 0 to the other ranks, which receive into theirs. Raises ``RuntimeError`` if it
         is late."""

@@ -34,6 +34,10 @@ class Box:
     """The number of its elements along each axis."""
 
 
+ALONE_BYTES = 1 << 20
+"""The size from which rows of a piece are a bucket of their own, so that an engine can receive them where they belong.
+Smaller ones share a bucket, because each message takes time."""
+
 Held = Mapping[str, Box]
 """The part of each tensor that one rank sends, by the tensor's name. Tensors that other ranks send are missing."""
 
@@ -95,19 +99,15 @@ def layout_of(held: Held, tensors: Mapping[str, Tensor], form: Form) -> RankLayo
 
 def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
     """Return the buckets in which a rank with ``layout`` sends its bytes: each of at most ``largest`` bytes, but of one
-    row at least."""
-    made: list[Bucket] = []
-    blocks: list[_Block] = []
-    start = 0
+    row at least. Blocks of :data:`ALONE_BYTES` or more have one of their own."""
+    groups: list[list[_Block]] = [[]]
     for block in _cut(layout, largest):
-        entry = block.entry
-        if blocks and entry.offset_bytes + entry.num_bytes - start > largest:
-            made.append(_bucket(blocks, start))
-            blocks = []
-        if not blocks:
-            start = entry.offset_bytes
-        blocks.append(block)
-    return [*made, _bucket(blocks, start)] if blocks else made
+        entry, group = block.entry, groups[-1]
+        joined_bytes = entry.offset_bytes + entry.num_bytes - group[0].entry.offset_bytes if group else 0
+        if group and max(joined_bytes, group[-1].entry.num_bytes, entry.num_bytes) >= min(largest, ALONE_BYTES):
+            groups.append([])
+        groups[-1].append(block)
+    return [_bucket(group) for group in groups if group]
 
 
 def box_of(image: memoryview, whole_entry: TensorEntry, starts: Sequence[int], shape: Sequence[int]) -> Tensor:
@@ -221,8 +221,9 @@ def _cut(layout: RankLayout, largest: int) -> Iterator[_Block]:
             yield _Block(name=piece.name, entry=entry, starts=(starts[0] + first, *starts[1:]) if starts else ())
 
 
-def _bucket(blocks: list[_Block], start: int) -> Bucket:
-    """Return the bucket of ``blocks``, which begins at the byte ``start`` of its rank."""
+def _bucket(blocks: list[_Block]) -> Bucket:
+    """Return the bucket of ``blocks``, which follow each other in the bytes of their rank."""
+    start = blocks[0].entry.offset_bytes
     moved = tuple(_Block(name=block.name, entry=_moved(block.entry, -start), starts=block.starts) for block in blocks)
     last = moved[-1].entry
     return Bucket(start=start, num_bytes=last.offset_bytes + last.num_bytes, blocks=moved)

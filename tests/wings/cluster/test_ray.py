@@ -43,7 +43,6 @@ ON_RAY = {"model": {"path": "m"}, "launch": {"kind": "ray"}, "sync": {"transport
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "memory of one machine": ({"sync": {"transport": "shm"}}, "is memory of one machine", "sync.transport = 'http'"),
-    "a directory of one machine": ({"sync": {"transport": "group"}}, "directory of one machine", "'files'"),
     "one address for all": ({"sync": {"transport": "http", "host": "10.0.0.1"}}, "sync.host='10.0.0.1'", "leave"),
     "cores of this machine": ({"launch": {"kind": "ray", "learner_threads": 2}}, "learner_threads=2", "learner.cpus"),
     "a cluster that is not used": ({"launch": {"ray": {"placement": "spread"}}}, "ray.placement is set", "'ray'"),

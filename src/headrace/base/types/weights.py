@@ -74,8 +74,8 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     manifest: Manifest
     """The layout of the image, in which all tensors are packed."""
     checksums: tuple[int, ...]
-    """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order; with :attr:`layouts`, of each piece's
-    bytes, rank after rank."""
+    """xxh3 (64 bits) of each tensor's bytes in the image, in the manifest's order; with :attr:`layouts`, of the bytes
+    of each piece, rank after rank."""
     layouts: tuple[RankLayout, ...] = ()
     """What each rank of the learner sends, if every rank sends the part of the weights that it holds. Empty: one sender
     sends the whole image."""

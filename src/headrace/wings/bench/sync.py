@@ -36,6 +36,7 @@ from headrace.sync.transports import make_receiver
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 from headrace.wings.bench.engine import LARGE, SMALL
 from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.sync_group import measure_group
 from headrace.wings.bench.sync_worker import DEADLINE_S, TOKEN, SyncPlan, broadcast, tensors_of
 
 HALF_BILLION = TinySpec(
@@ -116,6 +117,7 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
         for size in QUICK if quick else FULL:
             _all_combinations(bench, size, rows, targets)
             _decoding(bench, size, rows, targets)
+            _over_groups(bench, size, rows, targets)
         _broadcasts(bench, rows, targets)
     return report(rows, targets)
 
@@ -224,6 +226,18 @@ def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Targ
          "p50_ms": p50, "p99_ms": p99}
     )  # fmt: skip
     targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
+
+
+def _over_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+    """Measure the transport ``group`` between two ranks and two engines. Append its rows to ``rows``, and its targets
+    to ``targets``."""
+    directory = bench.directory / f"group-{size.name}"
+    directory.mkdir()
+    found = measure_group(
+        directory, plan_of(size.spec), name=size.name, rounds=size.rounds, on_progress=bench.on_progress
+    )
+    rows += found[0]
+    targets += found[1]
 
 
 def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:

@@ -27,7 +27,7 @@ def refuse_misfit(launch: LaunchConfig, engine: FleetConfig, learner: LearnerCon
         )
     if sync.host != LOOPBACK:
         raise ConfigError(
-            f"sync.host={sync.host!r} is set, and with launch.kind='ray' the address is that of each engine's node",
+            f"sync.host={sync.host!r} is set, and with launch.kind='ray' the address is that of each part's node",
             remedy="leave sync.host out",
         )
     _refuse_device("engine", engine.device, launch.ray.engine)

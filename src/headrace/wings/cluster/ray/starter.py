@@ -183,18 +183,20 @@ class RayStarter:
 
     async def _with_node_address(self, start: Start, found: NodeReply) -> Start:
         """Return the settings ``start`` of a process with the addresses of the node on which it starts: that at which
-        an engine receives weights, or at which the learner's ranks meet."""
+        an engine receives weights, or at which the learner's ranks meet each other and the engines."""
+        if not isinstance(start, EngineStart | LearnerStart):
+            return start
+        alone = {node.address for node in await self._cluster.nodes()} == {found.address}
+        route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
         if isinstance(start, EngineStart):
-            alone = {node.address for node in await self._cluster.nodes()} == {found.address}
-            route = msgspec.structs.replace(start.route, host=LOOPBACK if alone else found.address)
             if not found.shared:  # the run's directory is not that of the node
                 start = msgspec.structs.replace(start, interleaving="", history="")
             return msgspec.structs.replace(start, route=route)
-        if isinstance(start, LearnerStart) and start.world > 1:
+        if start.world > 1:
             if start.rank == 0:
                 self._rendezvous = f"tcp://{found.address}:{found.port}"
-            return msgspec.structs.replace(start, rendezvous=self._rendezvous, interface=found.interface)
-        return start
+            start = msgspec.structs.replace(start, rendezvous=self._rendezvous, interface=found.interface)
+        return msgspec.structs.replace(start, route=route)
 
 
 def _refuse_node(found: NodeReply, spec: ProcessSpec, order: LaunchOrder) -> None:

@@ -1,0 +1,119 @@
+"""The weight sync over process groups: two ranks of a learner, which hold half of the weights each, and two engines.
+
+Each version travels twice, in turns: over the transport ``group``, which copies, hashes, sends, puts in place and
+verifies; and as bare bytes over process groups of the same processes. The ratio of both is what the transport adds.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from headrace.base.clock import RealClock
+from headrace.sync.config import Route
+from headrace.wings.bench.base import Row, Target, at_most
+from headrace.wings.bench.engine_peers import PeerProcess, worker
+from headrace.wings.bench.sync_group_worker import NUM_RANKS
+from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
+
+WORKER = "headrace.wings.bench.sync_group_worker"
+NUM_ENGINES = 2
+
+
+@dataclass(slots=True, kw_only=True)
+class GroupMembers:
+    """The processes of the benchmark, and what they answer to the same request at the same time."""
+
+    ranks: Sequence[PeerProcess]
+    """The ranks of the learner."""
+    engines: Sequence[PeerProcess]
+    """The engines."""
+    to: list[str] = field(default_factory=list)
+    """The addresses of the engines."""
+
+    def open(self, route: Route) -> None:
+        """Let all processes open their sides of the transport of ``route``."""
+        request = {"do": "open", "route": msgspec.to_builtins(route)}
+        shared = self.ranks[0].call(request)["shared"]
+        for rank in self.ranks[1:]:
+            rank.call({**request, "shared": shared})
+        self.to = [engine.call(request)["address"] for engine in self.engines]
+
+    def take(self, version: int) -> list[float]:
+        """Let the ranks change their weights and copy them for ``version``; return how long each copy takes."""
+        request = {"do": "take", "version": version, "slot": version % 2}
+        return [answer["exposed_s"] for answer in at_once([(rank, request) for rank in self.ranks])]
+
+    def send(self, version: int, *, again: bool = False) -> list[str]:
+        """Let the ranks announce ``version``, or send it ``again``, and the engines stage it. Return the errors of the
+        engines; an error is empty if the version was staged."""
+        request = {"do": "announce", "version": version, "slot": version % 2, "to": self.to, "again": again}
+        update = at_once([(rank, request) for rank in self.ranks])[0]["update"]
+        stage = {"do": "stage", "update": update}
+        return [answer["error"] for answer in at_once([(engine, stage) for engine in self.engines])]
+
+    def commit(self, version: int) -> None:
+        """Let the engines commit ``version``."""
+        at_once([(engine, {"do": "commit", "version": version}) for engine in self.engines])
+
+
+def at_once(calls: Sequence[tuple[PeerProcess, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Make all ``calls`` (a process, and the request to it) at the same time, and return the answers in order."""
+    with ThreadPoolExecutor(len(calls)) as threads:
+        return [made.result() for made in [threads.submit(process.call, request) for process, request in calls]]
+
+
+def measure_group(
+    directory: Path, plan: SyncPlan, *, name: str, rounds: int, on_progress: Callable[[str], None]
+) -> tuple[list[Row], list[Target]]:
+    """Send versions of the weights of ``plan``, called ``name``, ``rounds`` times after two that allocate memory, and
+    return the rows and the targets. ``directory`` is empty, and is used for files of the processes."""
+    path = directory / "plan.json"
+    path.write_bytes(msgspec.json.encode(plan))
+    rows: list[Row] = []
+    with ExitStack() as stack:
+        ranks = [stack.enter_context(worker(f"rank-{n}", path, 1, module=WORKER)) for n in range(NUM_RANKS)]
+        engines = [stack.enter_context(worker(f"engine-{n}", path, 1, module=WORKER)) for n in range(NUM_ENGINES)]
+        members = GroupMembers(ranks=ranks, engines=engines)
+        copies = [rank.call({"do": "copy"}) for rank in ranks]
+        raw: dict[str, Any] = {"do": "raw", "directory": str(directory / "raw"), "engines": NUM_ENGINES}
+        sizes = [int(copied["bytes"]) for copied in copies]
+        raw["bytes"] = sizes
+        for codec in ("full", "delta"):
+            on_progress(f"{name}: group, {codec}, {NUM_RANKS} ranks and {NUM_ENGINES} engines")
+            members.open(Route(transport="group", codec=codec, deadline_s=DEADLINE_S))
+            found = [_round(members, raw, version) for version in range(rounds + 2)][2:]
+            row = {key: statistics.median(one[key] for one in found) for key in found[0]}
+            copy_s = statistics.median(copied["copy_s"] for copied in copies)
+            row |= {"group by gloo": statistics.median(one["group_s"] / one["gloo_s"] for one in found)}
+            row |= {"exposed by copy": row["exposed_s"] / copy_s}
+            rows.append({"what": "group", "model": name, "codec": codec, "bytes": sum(sizes), **row})
+    full = rows[0]
+    return rows, [
+        at_most(f"group {name}: moved, by gloo's bare bytes", full["group by gloo"], 1.5, "ratio"),
+        at_most(f"group {name}: a rank stands still, by a copy of its part", full["exposed by copy"], 1.3, "ratio"),
+    ]
+
+
+def _round(members: GroupMembers, raw: dict[str, Any], version: int) -> dict[str, float]:
+    """Move one version over the transport, from its announcement until both engines have staged it, and then as many
+    bare bytes; return the seconds of both, and those that a rank stands still for its copy before."""
+    clock = RealClock()
+    exposed_s = max(members.take(version))
+    start_s = clock.now()
+    errors = members.send(version)
+    group_s = clock.now() - start_s
+    if any(errors):
+        raise RuntimeError(f"version {version} was not staged: {errors}")
+    members.commit(version)
+    start_s = clock.now()
+    at_once([(process, raw) for process in (*members.ranks, *members.engines)])
+    gloo_s = clock.now() - start_s
+    return {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}

@@ -1,0 +1,235 @@
+"""The worker processes of the benchmark of process groups: the ranks of a learner, and the engines.
+
+    python -m headrace.wings.bench.sync_group_worker '{"side": "rank-0", "model": PLAN, "threads": 1}'
+
+PLAN is a JSON file with a :class:`~headrace.wings.bench.sync_worker.SyncPlan`. Each of two ranks holds half of the rows
+of every tensor, as FSDP2 shards them; an engine holds all. The protocol is that of
+:mod:`headrace.wings.bench.engine_worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from headrace.base.clock import RealClock
+from headrace.base.errors import HeadraceError
+from headrace.base.types.weights import WeightUpdate
+from headrace.sync.base import LearnerRank
+from headrace.sync.config import Route
+from headrace.sync.groups import ProcessGroup, join_local_group
+from headrace.sync.manifest import private_memory
+from headrace.sync.pieces import Box
+from headrace.sync.publisher import Publisher
+from headrace.sync.receiver import Receiver
+from headrace.sync.transports import make_publisher, make_receiver
+from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, tensors_of
+
+NUM_RANKS = 2
+
+
+class Member(Protocol):
+    """A side of the benchmark, which answers requests."""
+
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Execute the request that its field ``do`` names, and return its answer."""
+        ...
+
+
+class HalfLearner:
+    """One of two ranks of a learner, whose weights change a little before every publication."""
+
+    def __init__(self, plan: SyncPlan, rank: int) -> None:
+        """Make the half of the weights of ``plan`` that this ``rank`` holds."""
+        self._clock, self._rank = RealClock(), rank
+        dtype: torch.dtype = torch.__dict__[plan.dtype]
+        self._shapes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in plan.shapes.items()}
+        self._held = [_halves(self._shapes, each) for each in range(NUM_RANKS)]
+        shapes = {name: box.shape for name, box in self._held[rank].items()}
+        self._weights = tensors_of(SyncPlan(shapes=shapes, dtype=plan.dtype), seed=1 + rank)
+        self._publisher: Publisher | None = None
+        self._raw = _RawGroups(rank)
+
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``open`` a publisher, ``take`` a copy of the weights, ``announce`` it as a version, ``copy`` as many bytes in
+        memory, or send them ``raw``."""
+        kinds = {
+            "open": self._open,
+            "take": self._take,
+            "announce": self._announce,
+            "copy": self._copy,
+            "raw": self._send_raw,
+        }
+        return kinds[request["do"]](request)
+
+    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open the publisher of the request's ``route``. Rank 0 returns as ``shared`` what the other one gets as
+        ``shared``: where the ranks meet."""
+        shared: list[bytes] = [] if self._rank == 0 else [request["shared"].encode()]
+
+        def share(message: bytes | None) -> bytes:
+            """Return what rank 0 shares, and keep it for the answer."""
+            if message is not None:
+                shared.append(message)
+            return shared[0]
+
+        rank = LearnerRank(index=self._rank, world=NUM_RANKS, share=share)
+        route = msgspec.convert(request["route"], Route)
+        self._publisher = make_publisher(route, self._shapes, held=self._held, rank=rank)
+        for slot in (0, 1):  # the first copy allocates the pages of a slot
+            self._publisher.fill(slot, self._weights.values())
+        return {"shared": shared[0].decode()}
+
+    @torch.no_grad()
+    def _take(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Change the weights, and copy them into the slot of the request. Return how long the copy takes, during which
+        a learner stands still."""
+        assert self._publisher is not None
+        for tensor in self._weights.values():
+            tensor.view(-1)[request["version"] :: 30] *= 1 + 2**-7
+        start_s = self._clock.now()
+        self._publisher.fill(request["slot"], self._weights.values())
+        return {"exposed_s": self._clock.now() - start_s}
+
+    def _announce(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Announce what was copied as the version of the request, or send that version ``again``, whole. Return the
+        announcement; that of rank 0 is the one that engines get."""
+        assert self._publisher is not None
+        announce = self._publisher.resend if request["again"] else self._publisher.announce
+        return {"update": msgspec.to_builtins(announce(request["version"], request["slot"], request["to"]))}
+
+    def _copy(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the shortest time of several copies of as many bytes as this rank holds, as one block of memory."""
+        source = torch.ones(self._num_bytes, dtype=torch.uint8)
+        target = torch.ones_like(source)
+        times = []
+        for _ in range(5):
+            start_s = self._clock.now()
+            target.copy_(source)
+            times.append(self._clock.now() - start_s)
+        return {"copy_s": min(times), "bytes": self._num_bytes}
+
+    def _send_raw(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Broadcast as many bytes as this rank holds to all engines, in buckets, and nothing else."""
+        self._raw.move(request, self._rank, self._num_bytes)
+        return {}
+
+    @property
+    def _num_bytes(self) -> int:
+        """Return the bytes that this rank holds."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self._weights.values())
+
+
+class WholeEngine:
+    """An engine that receives versions, without a model."""
+
+    def __init__(self, plan: SyncPlan, index: int) -> None:
+        """Hold the tensors of ``plan``; ``index`` is the number of this engine."""
+        self._plan, self._clock = plan, RealClock()
+        self._weights: Mapping[str, Tensor] = tensors_of(plan)
+        self._receiver: Receiver | None = None
+        self._raw = _RawGroups(NUM_RANKS + index)
+        self._member = 1 + index
+
+    def do(self, request: dict[str, Any]) -> dict[str, Any]:
+        """``open`` a receiver and return its address, ``stage`` an update, ``commit`` a version, return ``sums`` of the
+        weights in use, or receive bytes ``raw``."""
+        kinds = {
+            "open": self._open,
+            "stage": self._stage,
+            "commit": self._commit,
+            "sums": self._sums,
+            "raw": self._receive_raw,
+        }
+        return kinds[request["do"]](request)
+
+    def _open(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Open the receiver of the request's ``route``, and return its address."""
+        self._receiver = make_receiver(msgspec.convert(request["route"], Route), self._weights)
+        return {"address": self._receiver.address}
+
+    def _stage(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Stage the request's ``update``; return the error, if it is refused."""
+        assert self._receiver is not None
+        try:
+            self._receiver.stage(msgspec.convert(request["update"], WeightUpdate))
+        except HeadraceError as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+        return {"error": ""}
+
+    def _commit(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Commit the request's ``version``."""
+        assert self._receiver is not None
+        self._receiver.commit(request["version"])
+        return {}
+
+    def _sums(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Return the version in use, and the sum of each tensor's absolute values, in float64."""
+        assert self._receiver is not None
+        sums = {name: float(tensor.double().abs().sum()) for name, tensor in self._weights.items()}
+        return {"version": self._receiver.committed, "sums": sums}
+
+    def _receive_raw(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Receive what all ranks broadcast, from each in a thread, and do nothing with it."""
+        with ThreadPoolExecutor(NUM_RANKS) as threads:
+            for moved in [
+                threads.submit(self._raw.move, request, rank, request["bytes"][rank]) for rank in range(NUM_RANKS)
+            ]:
+                moved.result()
+        return {}
+
+
+class _RawGroups:
+    """The groups of the comparison: one of each rank with all engines, as the transport has them, for bytes alone."""
+
+    def __init__(self, member: int) -> None:
+        """``member`` is the number of this process among all: ranks first, then engines."""
+        self._member = member
+        self._groups: dict[int, tuple[ProcessGroup, memoryview]] = {}
+
+    def move(self, request: dict[str, Any], sender: int, num_bytes: int) -> None:
+        """Send or receive ``num_bytes`` bytes in the group of the rank ``sender``, which is joined at the first
+        request."""
+        if sender not in self._groups:
+            rank = 0 if self._member == sender else 1 + self._member - NUM_RANKS
+            directory = Path(request["directory"])
+            group = join_local_group(directory, f"raw-{sender}", (rank, 1 + request["engines"]), DEADLINE_S)
+            memory = private_memory(num_bytes)
+            torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
+            self._groups[sender] = (group, memory)
+        group, memory = self._groups[sender]
+        group.broadcast(memory)
+
+
+def _halves(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Box]:
+    """Return the rows of each tensor that ``rank`` of two holds, as FSDP2 shards them."""
+    boxes = {}
+    for name, tensor in tensors.items():
+        half = -(-tensor.shape[0] // NUM_RANKS)
+        start, end = rank * half, min((rank + 1) * half, tensor.shape[0])
+        boxes[name] = Box(starts=(start, *[0] * (tensor.ndim - 1)), shape=(end - start, *tensor.shape[1:]))
+    return boxes
+
+
+def main(arguments: list[str]) -> None:
+    """Make the side that the first argument (JSON) names, and answer requests on the standard input until it ends."""
+    spec = json.loads(arguments[0])
+    torch.set_num_threads(spec["threads"])
+    plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)
+    role, _, number = spec["side"].partition("-")
+    side: Member = HalfLearner(plan, int(number)) if role == "rank" else WholeEngine(plan, int(number))
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
