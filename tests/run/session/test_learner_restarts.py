@@ -50,9 +50,12 @@ def test_without_leave_the_death_of_a_learner_ends_the_run_as_ever(tmp_path: Pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("role", ["learner", "learner-1"])
-def test_a_rank_that_is_killed_costs_no_group_and_no_hand(tmp_path: Path, model_dir: Path, role: str) -> None:
-    code, said, error = killed(tmp_path, model_dir, role, 1, "learner.parallel.data=2", "engine.count=2")
+@pytest.mark.parametrize(("role", "transport"), [("learner", "shm"), ("learner-1", "shm"), ("learner-1", "group")])
+def test_a_rank_that_is_killed_costs_no_group_and_no_hand(
+    tmp_path: Path, model_dir: Path, role: str, transport: str
+) -> None:
+    ranks = ("learner.parallel.data=2", "engine.count=2", f"sync.transport={transport}")
+    code, said, error = killed(tmp_path, model_dir, role, 1, *ranks)
     assert code == 0, said + error
     assert f"{role} (pid" in said
     assert_whole(tmp_path / "run")

@@ -96,7 +96,7 @@ def test_a_rank_is_killed_and_the_run_goes_on_cut_otherwise_to_the_weights_of_on
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_goes_from_four_ranks_to_two_to_one(tmp_path: Path) -> None:
-    run_file = a_run(tmp_path)
+    run_file = a_run(tmp_path, sync={"transport": "group"})
     kill_a_rank(run_file, "learner", *spread(data=2, tensor=2), after=3)
     kill_a_rank(run_file, "learner-1", "--resume", *spread(context=2), after=5)
     done = headrace("train", run_file, "--resume")
