@@ -103,7 +103,10 @@ class GroupOutbox:
         self._transfer: Future[None] | None = None
         self._meeting: _Meeting | None = None
         self._group: tuple[str, ProcessGroup] | None = None
-        self._last = ""
+        self._attempt = 0
+        """How often the present version was sent before."""
+        self._told = ""
+        """On rank 0, the key of the store under which the other ranks found the path of the last version."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return ``num_bytes`` bytes of this process for the slots."""
@@ -118,9 +121,10 @@ class GroupOutbox:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
             )
+        key = self._key(request)
         succeeded = self._previous_succeeded(request.version)
         try:
-            path, hashes = self._agree(request, succeeded)
+            path, hashes = self._agree(key, request, succeeded)
         except RuntimeError as error:
             raise WeightsError(
                 f"version {request.version} cannot be sent: rank {self._rank.index} of the learner did not hear from "
@@ -152,11 +156,10 @@ class GroupOutbox:
             return False
         return True
 
-    def _agree(self, request: SendRequest, succeeded: bool) -> tuple[str, tuple[int, ...]]:
+    def _agree(self, key: str, request: SendRequest, succeeded: bool) -> tuple[str, tuple[int, ...]]:
         """Exchange the hashes of ``request`` and whether the previous transfers have ``succeeded`` with the other
-        ranks. Return the path that rank 0 has chosen and, on rank 0, the hashes of all ranks' pieces. Raises
-        ``RuntimeError`` if a rank is not heard of in time."""
-        key = self._key(request)
+        ranks, by messages whose names begin with ``key``. Return the path that rank 0 has chosen and, on rank 0, the
+        hashes of all ranks' pieces. Raises ``RuntimeError`` if a rank is not heard of in time."""
         own = np.array([int(succeeded), *request.checksums], np.uint64)
         if self._rank.index:
             self._agreeing.set(f"{key}/{self._rank.index}", own.tobytes())
@@ -171,19 +174,16 @@ class GroupOutbox:
             self._meeting = _Meeting(host=self._host, port=self._port, name=secrets.token_hex(6), engines=engines)
         assert self._meeting is not None
         self._agreeing.set(f"{key}/path", self._meeting.path)
-        if self._last:
-            self._agreeing.delete_key(f"{self._last}/path")
-        self._last = key
+        if self._told:
+            self._agreeing.delete_key(self._told)
+        self._told = f"{key}/path"
         return self._meeting.path, tuple(int(each) for one in words for each in one[1:])
 
     def _key(self, request: SendRequest) -> str:
-        """Return the name under which the ranks agree on ``request``. A version that is sent again gets another name
-        each time."""
-        attempt = 1 + int(self._last.rpartition(".")[2]) if request.again and self._last else 0
-        key = f"{request.version}.{attempt}"
-        if self._rank.index:
-            self._last = key
-        return key
+        """Return the name under which the ranks agree on ``request``, the same on each of them. A version that is sent
+        again gets another name each time."""
+        self._attempt = self._attempt + 1 if request.again else 0
+        return f"{request.version}.{self._attempt}"
 
     def _send(self, path: str, request: SendRequest) -> None:
         """Send the part of ``request`` to the groups of ``path``, which are joined first if they are new. This runs in
