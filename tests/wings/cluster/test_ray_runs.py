@@ -78,11 +78,12 @@ def assert_balanced(found: dict[str, Any]) -> None:
         assert fates["submitted"] == fates["trained"] + sum(fates["dropped"].values()) + fates["in_flight"]
 
 
+@pytest.mark.parametrize("transport", ["http", "group"])
 def test_a_synchronous_run_on_three_nodes_gives_the_weights_of_one_on_this_machine(
-    nodes: Nodes, tmp_path: Path, model_dir: Path
+    nodes: Nodes, tmp_path: Path, model_dir: Path, transport: str
 ) -> None:
     flow = {"groups_per_step": 2, "group_size": 4, "max_age": 0}
-    path = run_file(tmp_path / "far", model_dir, flow=flow)
+    path = run_file(tmp_path / "far", model_dir, flow=flow, sync={"transport": transport})
     done = nodes.headrace("train", path, *on(nodes, "engine.count=2"))
     assert done.returncode == 0, done.stdout + done.stderr
     far = tmp_path / "far" / "run"
@@ -147,7 +148,7 @@ def test_a_node_that_is_lost_in_the_middle_of_a_run_costs_nothing(
 def test_ranks_of_a_learner_are_actors_on_several_nodes(nodes: Nodes, tmp_path: Path, model_dir: Path) -> None:
     nodes.tell("add")
     path = run_file(tmp_path, model_dir)
-    done = nodes.headrace("train", path, *on(nodes, "learner.parallel.data=2"))
+    done = nodes.headrace("train", path, *on(nodes, "learner.parallel.data=2", "sync.transport=group"))
     assert done.returncode == 0, done.stdout + done.stderr
     roles = [part["role"] for part in read(tmp_path / "run" / "status.json")["components"] if part["node"]]
     assert {"learner", "learner-1"} <= set(roles)
