@@ -16,7 +16,9 @@ names."""
 NESTING = 3
 
 _BLOCKS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.TryStar, ast.Match)
-_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
+_HOLD_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)
+"""The nodes below which there are blocks; there are none in expressions."""
+_SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def budgets(source: Source) -> Iterator[Finding]:
@@ -73,10 +75,9 @@ def nesting(body: list[ast.stmt]) -> int:
 def _depth(statement: ast.AST) -> int:
     if isinstance(statement, _SCOPES):
         return 0
-    inner = max(
-        (_depth(child) for child in ast.iter_child_nodes(statement) if not _is_elif(statement, child)), default=0
-    )
-    chained = max((_depth(child) for child in ast.iter_child_nodes(statement) if _is_elif(statement, child)), default=0)
+    children = [child for child in ast.iter_child_nodes(statement) if isinstance(child, _HOLD_STATEMENTS)]
+    inner = max((_depth(child) for child in children if not _is_elif(statement, child)), default=0)
+    chained = max((_depth(child) for child in children if _is_elif(statement, child)), default=0)
     return max(inner + isinstance(statement, _BLOCKS), chained)
 
 

@@ -49,7 +49,7 @@ def imports(source: Source) -> Iterator[Finding]:
 
 def _wings_by_name(source: Source) -> Iterator[Finding]:
     """Yield a finding for each string in the core that names a wing: wings register themselves by entry points."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and WING.fullmatch(node.value):
             yield source.find("import", node, f"{source.room} names {node.value!r}: register it in pyproject.toml")
 
@@ -79,7 +79,7 @@ def circles(root: Path) -> list[Finding]:
 def imported(source: Source) -> Iterator[tuple[ast.stmt, str]]:
     """Yield every import statement with the full dotted name that it imports; relative imports are resolved."""
     package = Path(source.path).with_suffix("").parts[1:-1]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from tools.gate.source import Finding, Source, dotted
 
@@ -18,7 +18,7 @@ _NOQA = re.compile(r"#\s*noqa\b(?P<codes>:\s*[A-Z]+[0-9]+(?:[,\s]+[A-Z]+[0-9]+)*
 def owners(source: Source) -> Iterator[Finding]:
     """Yield findings of the rules ``task``, ``queue``, ``random``, ``getattr``, ``sleep`` and ``reason``."""
     is_library = source.path.startswith("src/")
-    groups = _task_groups(source.tree)
+    groups = _task_groups(source.nodes) if is_library else frozenset()
     for name, call in source.calls:
         if name == "time.sleep":
             yield source.find("sleep", call, "wait for what you wait for; time passes on the virtual clock")
@@ -44,10 +44,10 @@ def _library(source: Source, name: str, call: ast.Call, groups: frozenset[str]) 
         yield source.find("getattr", call, f"{name} guesses: only adapters to foreign objects may")
 
 
-def _task_groups(tree: ast.Module) -> frozenset[str]:
+def _task_groups(nodes: Iterable[ast.AST]) -> frozenset[str]:
     """Return ``NAME.create_task`` for every name that is opened, assigned or annotated as a task group."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.withitem(context_expr=ast.Call(func=made), optional_vars=ast.expr() as target):
                 names |= {dotted(target)} if _is_group(made) else set()

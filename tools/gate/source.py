@@ -13,6 +13,8 @@ from pathlib import Path
 
 _EXCUSE = re.compile(r"#\s*gate:\s*(?P<rule>[a-z-]+)\s+-\s+(?P<reason>\S.*)")
 
+_DIRECTIVE = re.compile(r"#.*\b(gate:|noqa)")
+
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -53,27 +55,36 @@ class Source:
         return ast.parse(self.text, self.path)
 
     @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Return every node of the syntax tree, level by level. Rules look at this list: a walk of their own through
+        the tree takes many times as long."""
+        return list(ast.walk(self.tree))
+
+    @cached_property
     def comments(self) -> list[tuple[int, int, str]]:
-        """Return line, column and text of every comment."""
+        """Return line, column and text of every comment, or nothing for a file in which no comment is a directive to
+        a tool: to read its tokens would take as long as all rules together."""
+        if not _DIRECTIVE.search(self.text):
+            return []
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         return [(token.start[0], token.start[1], token.string) for token in tokens if token.type == tokenize.COMMENT]
 
     @cached_property
     def functions(self) -> list[FunctionNode]:
         """Return every function and method, nested ones included."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, FunctionNode)]
+        return [node for node in self.nodes if isinstance(node, FunctionNode)]
 
     @cached_property
     def classes(self) -> list[ast.ClassDef]:
         """Return every class, nested ones included."""
-        return [node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
+        return [node for node in self.nodes if isinstance(node, ast.ClassDef)]
 
     @cached_property
     def calls(self) -> list[tuple[str, ast.Call]]:
         """Return every call with the dotted name of the called function, which is empty if it has none."""
-        return [(dotted(node.func), node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)]
+        return [(dotted(node.func), node) for node in self.nodes if isinstance(node, ast.Call)]
 
-    @property
+    @cached_property
     def room(self) -> str:
         """Return the top-level package of the library that the file belongs to; ``headrace`` for the package itself,
         empty for files outside of it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import networkx
 
-from tools.house.tree import Layer, Module, Tree
+from tools.house.tree import Layer, Module, Tree, statements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Graph:
 
     def _of(self, module: Module) -> Iterator[Import]:
         is_package = module.path.stem == "__init__"
-        for node in ast.walk(module.tree):
+        for node in statements(module.tree):
             if not isinstance(node, ast.Import | ast.ImportFrom):
                 continue
             for name in _names(node, module.name, is_package):

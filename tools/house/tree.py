@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import tokenize
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -13,6 +13,20 @@ from pathlib import Path
 
 PACKAGE = Path("src/headrace")
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """Yield every node of a syntax tree that is a statement or holds statements, and no expressions, which are most of
+    the nodes."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += [
+            child
+            for child in ast.iter_child_nodes(node)
+            if isinstance(child, ast.stmt | ast.excepthandler | ast.match_case)
+        ]
 
 
 class Layer(StrEnum):
