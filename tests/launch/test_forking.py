@@ -19,7 +19,7 @@ from headrace.launch.channel import ControllerChannel, local_addresses
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.peer import Peer
 from headrace.launch.config import LaunchConfig
-from headrace.launch.forking import EXIT_UNKNOWN, MODULE, ForkServer, ForkServerLost, forking
+from headrace.launch.forking import EXIT_UNKNOWN, MODULE, ForkServer, ForkServerLost, forking, keep_fork_server
 from headrace.launch.hosts import EXIT_REPORTED
 from headrace.launch.local_process import LocalStarter, exit_words
 from headrace.launch.starts import Briefing, EngineStart, ScorerStart, write_briefing
@@ -36,6 +36,14 @@ def reward(completion: str) -> float:
     time.sleep(0.05)
     return float(len(completion) % 3)
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_kept_server(kept_fork_server: None) -> Iterator[None]:
+    """Outside the context in which the other tests share one server, as in a program that makes one run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_kept", [])
+        yield
 
 
 @pytest.fixture
@@ -280,6 +288,56 @@ print(len(os.listdir("/proc/self/task")), torch.cuda.is_initialized())
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=environment, check=False
     )
     assert (done.stdout, done.stderr, done.returncode) == ("1 False\n", "", 0)
+
+
+def server_of_a_run() -> int:
+    """The fork server that a run would have now."""
+    with forking(LaunchConfig()) as server:
+        assert server is not None
+        return server.pid
+
+
+def test_runs_fork_from_one_kept_server_until_something_that_parts_inherit_has_changed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(module, "MODULE", "tests.launch.light_forks")
+    brief(tmp_path, "scorer-0")
+
+    async def fork(server: ForkServer) -> None:
+        with server.listening(pytest.fail):
+            async with asyncio.timeout(30), part(server, tmp_path, "scorer-0") as made:
+                assert psutil.Process(made.pid).ppid() == server.pid
+                os.kill(made.pid, signal.SIGKILL)
+                assert await made.wait() == -signal.SIGKILL
+
+    with keep_fork_server():
+        pids = set()
+        for timeout_s in (50.0, 40.0):
+            with forking(LaunchConfig(start_timeout_s=timeout_s)) as server:
+                assert server is not None
+                asyncio.run(fork(server))
+                pids.add(server.pid)
+                assert server.timeout_s == timeout_s  # that of this run
+                beside = server_of_a_run()  # of a run at the same time
+                assert beside != server.pid
+                assert not is_alive(beside)
+        (kept,) = pids
+        assert is_alive(kept)
+        with monkeypatch.context() as changed:
+            changed.setenv("NEW_TO_THE_PARTS", "1")
+            assert server_of_a_run() != kept
+        with monkeypatch.context() as changed:
+            changed.chdir(tmp_path)
+            assert server_of_a_run() != kept
+        assert server_of_a_run() == kept
+        os.kill(kept, signal.SIGKILL)
+        assert gone([kept])
+        after = server_of_a_run()
+        assert after not in {kept, beside}
+        assert server_of_a_run() == after
+        assert is_alive(after)
+    assert not is_alive(after)
+    assert server_of_a_run() != after
 
 
 async def engine(place: Rendezvous, server: ForkServer, model: Path) -> Child:

@@ -6,7 +6,8 @@ forked.
                └── holds the pipe that keeps it alive ──────────────────────────┘
 
 A new interpreter needs seconds of processor time to import torch and transformers, and hundreds of megabytes that it
-shares with no other process. A fork needs milliseconds, and shares every page that neither side writes.
+shares with no other process. A fork needs milliseconds, and shares every page that neither side writes. A program that
+makes several runs, one after the other, lets them fork from one server (:func:`keep_fork_server`).
 
 Only the parent of a process learns its exit code, so the fork server reports the exit codes of its parts. The
 alternative, to let the controller adopt them (``PR_SET_CHILD_SUBREAPER``), would change a user's process, which would
@@ -27,6 +28,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import count
 from typing import IO
 
@@ -135,6 +137,29 @@ class ForkedProcess:
         loop.call_later(EXIT_CODE_WAIT_S, self.ended, EXIT_UNKNOWN)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkCircumstances:
+    """What a fork server inherits from the process that starts it, and passes on to all parts."""
+
+    parent: int
+    """The process id of the controller, which is in the fork server's command line."""
+    program: list[str]
+    environment: dict[str, str]
+    directory: tuple[int, int]
+    """The working directory: device and inode, which a directory has even if it was removed."""
+
+    @classmethod
+    def current(cls) -> ForkCircumstances:
+        """Return the circumstances of this process now."""
+        here = os.stat(".")
+        return cls(
+            parent=os.getpid(),
+            program=_program(),
+            environment=fork_server_environment(),
+            directory=(here.st_dev, here.st_ino),
+        )
+
+
 class ForkServer:
     """The fork server, as the controller sees it. It is started before any event loop runs, so that it imports while
     the controller prepares the run."""
@@ -142,15 +167,17 @@ class ForkServer:
     def __init__(self, timeout_s: float) -> None:
         """Start the fork server. ``timeout_s`` is the longest wait, in seconds, for its answer to an order; the first
         answer comes when it has imported its libraries."""
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
+        self._circumstances = ForkCircumstances.current()
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the rest
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         lifeline, self._lifeline = os.pipe()
         try:
+            title = f"headrace-{os.getpid()}-".ljust(TITLE_BYTES, ".")
             self._process = subprocess.Popen(
-                [*_program(), str(theirs.fileno()), str(lifeline), f"headrace-{os.getpid()}-".ljust(TITLE_BYTES, ".")],
+                [*self._circumstances.program, str(theirs.fileno()), str(lifeline), title],
                 stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log, pass_fds=(theirs.fileno(), lifeline),
-                start_new_session=True, env=fork_server_environment(),
+                start_new_session=True, env=self._circumstances.environment,
             )  # fmt: skip
         except BaseException:
             self._release()
@@ -159,6 +186,8 @@ class ForkServer:
             theirs.close()
             os.close(lifeline)
         self._control.setblocking(False)
+        self.in_use = False
+        """Whether a run forks its parts from this server. A kept server serves one run at a time."""
         self._numbers = count()
         self._pending: dict[int, asyncio.Future[ForkedProcess]] = {}
         self._parts: dict[int, ForkedProcess] = {}
@@ -170,6 +199,15 @@ class ForkServer:
     def pid(self) -> int:
         """The process id of the fork server."""
         return self._process.pid
+
+    def fits(self) -> bool:
+        """Return whether another run can fork from this server as from a new one: no run uses it now, and program,
+        environment variables and working directory are those with which it was started."""
+        return not self.in_use and self._circumstances == ForkCircumstances.current()
+
+    def has_ended(self) -> bool:
+        """Return whether the fork server has ended, or was given up because it did not answer."""
+        return self.lost or self._process.poll() is not None
 
     @contextmanager
     def listening(self, warn: Callable[[str], None]) -> Iterator[None]:
@@ -214,13 +252,13 @@ class ForkServer:
         """Wait until ``answer`` is set, and warn once if the fork server is stopped meanwhile. Raises ``TimeoutError``
         after the time limit."""
         warned = False
-        async with asyncio.timeout(self._timeout_s):
+        async with asyncio.timeout(self.timeout_s):
             while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
                 if not warned and self._is_stopped():
                     warned = True
                     self._warn(
                         f"the fork server (pid {self.pid}) is stopped (SIGSTOP; kill -CONT {self.pid} lets it "
-                        f"continue): nothing starts until then, or until {self._timeout_s:g} s have passed "
+                        f"continue): nothing starts until then, or until {self.timeout_s:g} s have passed "
                         "(launch.start_timeout_s)"
                     )
 
@@ -287,7 +325,7 @@ class ForkServer:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - LOG_BYTES))
         output = self._log.read().decode("utf-8", "replace").strip()
         if silent:
-            how = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self._timeout_s:g} s"
+            how = f"{'is stopped' if stopped else 'has not answered'}, and was ended after {self.timeout_s:g} s"
         else:
             how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         lines = "".join(f"\n    {line}" for line in output.splitlines()[-LOG_LINES:])
@@ -302,14 +340,56 @@ def forking(launch: LaunchConfig) -> Iterator[ForkServer | None]:
         yield None
         return
     try:
-        server = ForkServer(launch.start_timeout_s)
+        server = _kept_server(launch.start_timeout_s) or ForkServer(launch.start_timeout_s)
     except OSError:  # the starter of the parts meets the same error, and reports it
         yield None
         return
+    server.in_use = True
     try:
         yield server
     finally:
+        server.in_use = False
+        if server not in _kept:
+            server.close()
+
+
+_kept: list[ForkServer | None] = []
+"""The fork server of each open context of :func:`keep_fork_server`; ``None`` until a run needs one."""
+
+
+@contextmanager
+def keep_fork_server() -> Iterator[None]:
+    """Let the runs that this process makes within this context fork their parts from one server, which ends with the
+    context: the libraries are imported once, for the first run, and not once for each.
+
+    A run has a server of its own where the kept one is used by another run at that moment, or was started with other
+    environment variables or in another working directory.
+    """
+    place = len(_kept)
+    _kept.append(None)
+    try:
+        yield
+    finally:
+        if (server := _kept.pop(place)) is not None:
+            server.close()
+
+
+def _kept_server(timeout_s: float) -> ForkServer | None:
+    """Return the kept fork server of the innermost context, after starting it if there is none yet or it has died;
+    ``None`` without such a context, or if the server does not fit. ``timeout_s`` is the longest wait for an answer."""
+    if not _kept:
+        return None
+    server = _kept[-1]
+    if server is not None and server.has_ended():
+        _kept[-1] = None
         server.close()
+        server = None
+    if server is None:
+        server = _kept[-1] = ForkServer(timeout_s)
+    if not server.fits():
+        return None
+    server.timeout_s = timeout_s
+    return server
 
 
 def _can_fork() -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 from headrace.base.config import leaves
 from headrace.base.errors import ConfigError, HeadraceError
 from headrace.flow.ledger.opening import has_ledger
+from headrace.launch.forking import keep_fork_server
 from headrace.run.session import RunConfig, load_config, train
 from headrace.run.session.config import RunFile, run_tree
 from headrace.run.session.directory import CONFIG_FILE, read_summary
@@ -83,12 +84,13 @@ def compare(
         report("the demo's model is made; the supervised phase takes about 20 s")
         build_demo(_demo(config), seed=config.seed or 0)
     made = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
-    for place, name in enumerate(names, start=1):
-        row = _row(name, configs[name], partial(_report_line, report, f"{place}/{len(names)} {name}"))
-        made = replace(made, rows=(*made.rows, row), stopped=row.status == "stopped")
-        each(made)
-        if made.stopped:
-            break
+    with keep_fork_server():  # the runs differ in settings, not in the libraries that their parts import
+        for place, name in enumerate(names, start=1):
+            row = _row(name, configs[name], partial(_report_line, report, f"{place}/{len(names)} {name}"))
+            made = replace(made, rows=(*made.rows, row), stopped=row.status == "stopped")
+            each(made)
+            if made.stopped:
+                break
     return made
 
 
