@@ -17,10 +17,12 @@ import torch
 from headrace.base.environ import rank_place
 from headrace.learner.parallel import context, mesh
 from headrace.learner.parallel.config import ParallelConfig
-from tests.learner import rank_adapter_cases, rank_cases, rank_core_cases, rank_group_cases
+from tests.learner import (  # fmt: skip
+    rank_adapter_cases, rank_cases, rank_core_cases, rank_group_cases, rank_snapshot_cases,
+)
 from tests.wings.supervised import rank_cases as given
 
-CASES = (rank_cases, rank_core_cases, rank_adapter_cases, rank_group_cases, given)
+CASES = (rank_cases, rank_core_cases, rank_adapter_cases, rank_group_cases, rank_snapshot_cases, given)
 
 
 def main(directory: Path, names: list[str]) -> None:

@@ -62,12 +62,12 @@ class Saving:
     unfinished: Path
     """The directory of the snapshot, which has a temporary name."""
     written: asyncio.Task[None]
-    """The task that ends when the learner has written its files."""
+    """The task that ends when the learner can train on: it has copied its state, or has written its files."""
 
 
 class Saver:
     """Writes the snapshots of a run: first the learner's files, then the controller's state and the final name.
-    Generation continues meanwhile."""
+    Generation continues meanwhile, and so does training as soon as the learner can."""
 
     def __init__(self, state: RunState, *, fingerprint: str) -> None:
         """``fingerprint`` is a hash of the settings and rows, which is stored in every snapshot."""
@@ -81,16 +81,18 @@ class Saver:
         self._saved.add(step)
 
     def begin(self, step: int, orders: asyncio.TaskGroup) -> Saving:
-        """Order the snapshot of ``step`` from the learner, which writes it after the orders before it, as a task of
-        ``orders``. Return the unfinished snapshot, for :meth:`finish`."""
+        """Order the snapshot of ``step`` from the learner, which makes it after the orders before it, as a task of
+        ``orders``. Return the unfinished snapshot, for :meth:`copied` and :meth:`complete`."""
         unfinished = checkpoint.begin(self.directory, step)
         written = orders.create_task(self._state.parts.learner.save(unfinished))
         return Saving(step=step, unfinished=unfinished, written=written)
 
-    async def finish(self, saving: Saving) -> None:
-        """Wait for the learner's files, add the controller's state, and give the snapshot its name.
+    async def copied(self, saving: Saving) -> ControllerMemory:
+        """Wait until the learner can train on, and return the controller's state that belongs to the snapshot, for
+        :meth:`complete`.
 
-        Raises :class:`~headrace.base.errors.CheckpointError` if it cannot be written; then nothing of it is left.
+        Raises :class:`~headrace.base.errors.CheckpointError` if the snapshot cannot be written; then nothing of it is
+        left.
         """
         state = self._state
         state.board.working("learner", f"snapshot of step {saving.step}")
@@ -98,8 +100,22 @@ class Saver:
         try:
             with state.board.requesting("learner", f"the snapshot of step {saving.step}", provider="the learner"):
                 await saving.written
-            state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
-            memory = self._memory()  # taken before the flush, so that the ledger contains everything that it refers to
+        except BaseException:
+            checkpoint.abandon(saving.unfinished)
+            raise
+        state.metrics.snapshot_saved(state.parts.clock.now() - start_s)
+        return self._memory()  # taken before the flush, so that the ledger contains everything that it refers to
+
+    async def complete(self, saving: Saving, memory: ControllerMemory) -> None:
+        """Wait for the learner's files, add the controller's state, and give the snapshot its name. Training goes on
+        meanwhile: the ledger then holds later steps, too, which a run that resumes from the snapshot takes back.
+
+        Raises :class:`~headrace.base.errors.CheckpointError` if it cannot be written; then nothing of it is left.
+        """
+        state = self._state
+        try:
+            with state.board.requesting("learner", f"the files of step {saving.step}", provider="the learner"):
+                await state.parts.learner.saved(saving.unfinished)
             with state.board.requesting("learner", "a ledger that is safe on disk", provider="the disk"):
                 if state.flow.columns is not None:
                     await off_loop(state.flow.columns.sync)  # the ledger refers to what lies there
@@ -134,4 +150,5 @@ class Saver:
         """Write a snapshot of ``step``, unless this life of the run has written it or started from it."""
         if step not in self._saved:
             async with asyncio.TaskGroup() as orders:
-                await self.finish(self.begin(step, orders))
+                saving = self.begin(step, orders)
+                await self.complete(saving, await self.copied(saving))

@@ -74,5 +74,10 @@ class Learner(Protocol):
         ...
 
     async def save(self, directory: Path) -> None:
-        """Write model, optimizer, schedule and random state into a new directory, flushed to disk."""
+        """Begin to write model, optimizer, schedule and random state into a new directory, and return when the learner
+        can go on: it has copied them, or has written them already."""
+        ...
+
+    async def saved(self, directory: Path) -> None:
+        """Wait until everything that :meth:`save` began to write into ``directory`` is there, flushed to disk."""
         ...

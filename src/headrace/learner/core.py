@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -422,9 +423,16 @@ class LearnerCore:
 
         Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
         """
+        self.begin_save(directory)()
+
+    def begin_save(self, directory: Path) -> Callable[[], None]:
+        """Do the part of :meth:`save` that needs the weights to stand still, and return the rest, which must be called
+        once before the next save; with several ranks it may run in a thread beside the training. With one process, and
+        for an adapter, everything is done at once, and the rest is nothing. Both raise as :meth:`save` does."""
         start_s = self._context.clock.now()
-        self._files.save(directory, self._step, self._context.model_dir)
+        rest = self._files.begin(directory, self._step, self._context.model_dir)
         self._ended("save", start_s)
+        return rest
 
     def restore(self, directory: Path, *, weights: bool = True) -> None:
         """Restore weights, moments, random state and version as they were at :meth:`save`, from any number of ranks.

@@ -19,11 +19,9 @@ import xxhash
 from safetensors import SafetensorError
 
 from headrace.base.errors import CheckpointError, DataError
-from headrace.models.load import refuse_damaged_weights
+from headrace.models.load import RESUMED, refuse_damaged_weights
 
 CHECKSUMS_FILE = "checksums.xxh3"
-OPTIMIZER = "optimizer"
-"""The beginning of the names of the optimizer's files, which only a resumed run reads."""
 _HASH_DIGITS = 32
 _PIECE_BYTES = 1 << 22
 
@@ -84,7 +82,8 @@ def verify(directory: Path, names: Iterable[str] | None = None) -> bool:
 
 
 def verify_model(directory: Path) -> bool:
-    """Verify the files from which a model or an adapter is loaded, without the optimizer; return whether there are any
+    """Verify the files from which a model or an adapter is loaded, without those that only a resumed run
+    reads; return whether there are any
     checksums. Raises :class:`Damaged`, and :class:`~headrace.base.errors.ModelError` where weights are missing or cut
     short.
 
@@ -93,7 +92,7 @@ def verify_model(directory: Path) -> bool:
     """
     found = False
     for sealed in (directory, directory.parent.parent):
-        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith(OPTIMIZER)])
+        found |= verify(sealed, [name for name in listed_checksums(sealed) if not name.startswith(RESUMED)])
     refuse_damaged_weights(directory)  # most models come without checksums
     return found
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,14 @@ Beside = Mapping[str, dict[str, Tensor]]
 """Further tensors of a snapshot: the tensors of each file, by name."""
 
 
-def num_bytes(model: nn.Module, optimizer: torch.optim.Optimizer, beside: Beside) -> int:
-    """Return the approximate size of a snapshot of the model, its optimizer and the tensors ``beside`` them, in
-    bytes."""
-    moments = [t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-    tensors = [*weight_tensors(model).values(), *moments, *(t for held in beside.values() for t in held.values())]
+def num_bytes(model: nn.Module, moments: Mapping[str, Tensor], beside: Beside) -> int:
+    """Return the approximate size of a snapshot of the model, its optimizer's ``moments`` and the tensors ``beside``
+    them, in bytes."""
+    tensors = [
+        *weight_tensors(model).values(),
+        *moments.values(),
+        *(t for held in beside.values() for t in held.values()),
+    ]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors) + SLACK_BYTES
 
 
@@ -54,14 +57,17 @@ class Extras:
     """Directory from which the tokenizer's files are copied."""
     beside: Beside
     """Tensors of the auxiliary models."""
+    numbers: Mapping[str, int] = field(default_factory=dict)
+    """Further numbers that are written into the optimizer's file."""
 
 
-def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, extras: Extras) -> None:
-    """Write everything into the existing ``directory``, flushed.
+def save(directory: Path, model: PreTrainedModel, moments: Mapping[str, Tensor], extras: Extras) -> None:
+    """Write everything into the existing ``directory``, flushed. ``moments`` are the optimizer's tensors, labelled
+    ``weight|key``.
 
     Raises :class:`~headrace.base.errors.CheckpointError` if that fails; the directory is removed then.
     """
-    with whole_or_nothing(directory, num_bytes(model, optimizer, extras.beside)):
+    with whole_or_nothing(directory, num_bytes(model, moments, extras.beside)):
         if is_adapted(model):
             from headrace.models import lora
 
@@ -74,15 +80,11 @@ def save(directory: Path, model: PreTrainedModel, optimizer: torch.optim.Optimiz
         for pattern in TOKENIZER_FILES:
             for path in extras.model_dir.glob(pattern):
                 shutil.copyfile(path, directory / path.name)
-        moments = {
-            f"{name}|{key}": value.contiguous()
-            for name, state in _states(model, optimizer).items()
-            for key, value in state.items()
-        }
-        moments[_RANDOM_STATE] = torch.get_rng_state()
-        save_file(moments, directory / OPTIMIZER_FILE, metadata={_STEP: str(extras.step)})
-        for file, tensors in extras.beside.items():
-            save_file(tensors, directory / file)
+        numbers = {name: str(number) for name, number in {_STEP: extras.step, **extras.numbers}.items()}
+        tensors = {**moments, _RANDOM_STATE: torch.get_rng_state()}
+        save_file(tensors, directory / OPTIMIZER_FILE, metadata=numbers)
+        for file, beside in extras.beside.items():
+            save_file(beside, directory / file)
         seal(directory)
 
 
@@ -159,10 +161,14 @@ def restore_optimizer(directory: Path, model: nn.Module, optimizer: torch.optim.
     return step
 
 
-def _states(model: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, dict[str, Tensor]]:
-    """Return the optimizer's tensors of each parameter, by the parameter's name; empty before the first update."""
+def moments_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return the optimizer's tensors of each parameter, labelled ``parameter's name|key``; none before the first
+    update."""
     names = _names(model, optimizer)
-    return {names[number]: state for number, state in optimizer.state_dict()["state"].items()}
+    states: Mapping[int, Mapping[str, Tensor]] = optimizer.state_dict()["state"]
+    return {
+        f"{names[number]}|{key}": value.contiguous() for number, state in states.items() for key, value in state.items()
+    }
 
 
 def _names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:

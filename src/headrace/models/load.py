@@ -45,6 +45,10 @@ LARGEST_RATIO = 4
 twice; a configuration without its essential settings describes thousands of times as many."""
 INDEX_FILE = "model.safetensors.index.json"
 """The file that says in which file of a divided checkpoint each tensor is."""
+SHARD = "shard-"
+"""The beginning of the names of the files with the parts of a snapshot's tensors that one rank has written."""
+RESUMED = ("optimizer", SHARD)
+"""The beginnings of the names of the files of a snapshot that only a resumed run reads."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
@@ -201,7 +205,7 @@ def refuse_damaged_weights(directory: Path) -> None:
 
     if not directory.is_dir():
         return  # refused by the setting that names it
-    files = {each.name for each in directory.glob("*.safetensors") if not each.name.startswith("optimizer")}
+    files = {each.name for each in directory.glob("*.safetensors") if not each.name.startswith(RESUMED)}
     missing = sorted(_indexed_files(directory) - files)
     if (missing or not files) and pinned(str(directory)) == str(directory):
         raise ModelError(
@@ -228,7 +232,7 @@ def num_weight_bytes(directory: Path, bytes_per_number: int) -> int:
 
     total = 0
     for file in directory.glob("*.safetensors"):
-        if not file.name.startswith("optimizer"):
+        if not file.name.startswith(RESUMED):
             with safe_open(file, framework="numpy") as opened:
                 total += sum(math.prod(opened.get_slice(name).get_shape()) for name in opened.keys())  # noqa: SIM118 - it cannot be iterated over
     return total * bytes_per_number

@@ -229,6 +229,9 @@ class FakeLearner:
         async with self._turn:
             (directory / "weights.txt").write_text(self.weights, encoding="utf-8")
 
+    async def saved(self, directory: Path) -> None:
+        """Return at once: :meth:`save` has written everything into ``directory``."""
+
     def restore(self, directory: Path) -> None:
         """Load the weights that :meth:`save` has written to ``directory``."""
         self.weights = (directory / "weights.txt").read_text(encoding="utf-8")

@@ -17,7 +17,7 @@ from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import Feeder, OrderedStep
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.metrics import StepDone
-from headrace.control.saving import Saver
+from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
 from headrace.flow.tuning import AgeTuner, Concurrency
 
@@ -47,6 +47,8 @@ class LearningLoop:
         self._feeder = Feeder(state, sync, saver)
         self._free_since_s = 0.0
         self._without_signal = 0
+        self._completing: asyncio.Task[None] | None = None
+        """The task that completes the newest checkpoint; ``None`` before the first."""
 
     async def run(self) -> None:
         """Train until the last step, until the rows are used up, or until the run is to stop. All versions are
@@ -63,6 +65,8 @@ class LearningLoop:
                 if ordered is None:
                     break
                 await self._finish(ordered)
+                if ordered.saving is not None:
+                    await self._save(ordered.saving, group)
                 self._feeder.done()
             watching.cancel()
         await self._sync.drained()
@@ -107,9 +111,16 @@ class LearningLoop:
         self._tuning.after_step(report, ordered.ages)
         state.observers.step(state.metrics.step_done(done))
         self._stop_without_signal(ordered.groups)
-        if ordered.saving is not None:
-            await self._saver.finish(ordered.saving)
-            self._free_since_s = clock.now()
+
+    async def _save(self, saving: Saving, group: asyncio.TaskGroup) -> None:
+        """Wait until the learner can train on after its copy for a checkpoint, and let the checkpoint be completed
+        meanwhile, as a task of ``group``. The checkpoint before is completed first."""
+        if self._completing is not None:
+            with self._state.board.requesting("learner", "the checkpoint before", provider="the disk"):
+                await self._completing
+        memory = await self._saver.copied(saving)
+        self._free_since_s = self._state.parts.clock.now()
+        self._completing = group.create_task(self._saver.complete(saving, memory))
 
     def _trace_wait(self, ordered: OrderedStep) -> None:
         """Add the learner's wait for the batch to the trace, in two parts: until the last episode of the batch had

@@ -70,6 +70,7 @@ class LearnerClient(RankClient):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._announced: dict[int, asyncio.Future[Published]] = {}
+        self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Returns the addresses to which weights are sent; none for transports with which engines fetch them."""
         self.lacking: Callable[[int], tuple[str, ...]] = lambda _: ()
@@ -153,8 +154,18 @@ class LearnerClient(RankClient):
 
     async def save(self, directory: Path) -> None:
         """Let the learner write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until it
-        is complete."""
+        can train on. With several ranks it writes the files afterwards, while it trains; :meth:`saved` waits for
+        that."""
         call = self.next_call()
-        saved = self.expect(call, Saved)
+        taken = self.expect(call, SnapshotTaken)
+        self._saving[directory] = self.expect(call, Saved)
         self.send(Save(call=call, directory=str(directory)))
-        await self.answer(saved, f"save {directory}", COMPUTE_DEADLINE_S)
+        try:
+            await self.answer(taken, f"copy its state for {directory}", COMPUTE_DEADLINE_S)
+        except BaseException:
+            self._saving.pop(directory).cancel()
+            raise
+
+    async def saved(self, directory: Path) -> None:
+        """Wait until the checkpoint that :meth:`save` ordered is complete in ``directory``."""
+        await self.answer(self._saving.pop(directory), f"save {directory}", COMPUTE_DEADLINE_S)

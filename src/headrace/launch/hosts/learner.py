@@ -1,5 +1,5 @@
-"""The process of the learner, or of one of its ranks: it carries out orders one after the other. Snapshots are hashed
-in a thread while the next batch trains.
+"""The process of the learner, or of one of its ranks: it carries out orders one after the other. Versions are hashed in
+a thread while the next batch trains, and checkpoints of several ranks are written in another.
 
     controller ──▶ rank 0 ──▶ all ranks: the same order ──▶ each computes its part ──▶ rank 0 answers
 
@@ -15,11 +15,11 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -91,11 +91,16 @@ def run_learner(start: LearnerStart, channel: PartChannel) -> None:
             with explained_rank_loss(start.rank):
                 _run(start, config, OrderStream(channel, ranks, start.columns))
         except RankLost:
-            traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(
-                EXIT_RANK_LOST
-            )  # threads that wait for the lost rank never end; the user needs that rank's error, not this one's
+            end_without_rank()
+
+
+def end_without_rank() -> NoReturn:
+    """End this process at once with the code :data:`~headrace.launch.hosts.EXIT_RANK_LOST`, after the error that is
+    being handled is in its log. Threads that wait for the lost rank never end; the user needs that rank's error, not
+    this one's."""
+    traceback.print_exc()
+    sys.stderr.flush()
+    os._exit(EXIT_RANK_LOST)
 
 
 def _run(start: LearnerStart, config: LearnerConfig, orders: OrderStream) -> None:
@@ -278,8 +283,17 @@ class LearnerHost:
         self._announcer = announcer
         self._cores = cores
         self._clock = RealClock()
+        self._saver = ThreadPoolExecutor(max_workers=1, thread_name_prefix="save")
+        self._saving: Future[None] | None = None
 
     def serve(self, progress: Progress) -> None:
+        """Carry out orders one after the other, each shown in ``progress``; return on the order to shut down, when the
+        last checkpoint is written."""
+        with self._saver:
+            self._serve(progress)
+            self._await_saving()
+
+    def _serve(self, progress: Progress) -> None:
         """Carry out orders one after the other, each shown in ``progress``; return on the order to shut down."""
         self._cores.rest()
         for message in self._orders.receive():
@@ -307,11 +321,40 @@ class LearnerHost:
                 self._publish(message)
             case Resend():
                 self._announce_soon(message)
-            case Save(call=call, directory=directory):
-                start_s = self._clock.now()
-                self._core.save(Path(directory))
-                seconds = self._clock.now() - start_s
-                self._orders.answer(Saved(call=call, seconds=seconds, spans=self._core.take_spans()))
+            case Save():
+                self._save(message)
+
+    def _save(self, order: Save) -> None:
+        """Copy what a checkpoint holds, answer that training can go on, and let the saving thread write it, which
+        answers a second time. The checkpoint before is completed first, so that there is one copy at a time."""
+        self._await_saving()
+        start_s = self._clock.now()
+        rest = self._core.begin_save(Path(order.directory))
+        seconds = self._clock.now() - start_s
+        self._orders.answer(SnapshotTaken(call=order.call, seconds=seconds, spans=self._core.take_spans()))
+        self._saving = self._saver.submit(self._write, order, rest)
+
+    def _await_saving(self) -> None:
+        """Wait until the saving thread has nothing to do. Raises what was unexpected there."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _write(self, order: Save, rest: Callable[[], None]) -> None:
+        """Do the ``rest`` of a checkpoint, and answer the order with its time or its error. This runs in the saving
+        thread. If another rank is lost, this process ends."""
+
+        def work() -> None:
+            start_s = self._clock.now()
+            rest()
+            end_s = self._clock.now()
+            span = Span(lane="checkpoint", name="write", start_s=start_s, end_s=end_s)
+            self._orders.answer(Saved(call=order.call, seconds=end_s - start_s, spans=(span,)))
+
+        try:
+            with explained_rank_loss(self._orders.ranks.rank):
+                self._answer(order.call, work)
+        except RankLost:
+            end_without_rank()
 
     def _publish(self, message: Publish) -> None:
         """Copy the weights to the buffer that the order names, answer with the time that took, and let the announcing

@@ -24,6 +24,7 @@ from headrace.learner.config import LearnerConfig
 from headrace.learner.forward import Forward
 from headrace.learner.parallel.mesh import AnyRanks
 from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.work import StepWork
 
 
@@ -95,9 +96,10 @@ class AuxiliaryModel:
 
     def state(self) -> Iterable[tuple[str, Tensor]]:
         """Return the state that a snapshot contains, with the same names in the same order on every rank. A tensor that
-        is sharded over the ranks is written as a whole."""
+        is sharded over the ranks is written in parts."""
         return ()
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore the state that :meth:`state` returned, given as whole tensors. Raises ``KeyError`` or ``ValueError``
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
+        """Restore the state that :meth:`state` returned, given as whole tensors, or as saved tensors, of which
+        :func:`~headrace.learner.parallel.shards.part_of` reads this rank's part. Raises ``KeyError`` or ``ValueError``
         if it does not fit."""

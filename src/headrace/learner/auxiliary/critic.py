@@ -44,6 +44,8 @@ from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
 from headrace.learner.parallel.load import keep_inputs_only
 from headrace.learner.parallel.optim import ShardOptimizer
+from headrace.learner.parallel.parts import SavedTensor
+from headrace.learner.parallel.shards import part_of
 from headrace.learner.parallel.view import view_of
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
@@ -156,12 +158,12 @@ class Critic(AuxiliaryModel):
                 yield f"{key}|{one.name}", tensor
         yield _UPDATES, torch.tensor(self._optimizer.updates)
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the weights, the optimizer's state and the number of updates that :meth:`state` yielded, from a
         snapshot."""
         take_weights(self.model, state)
-        updates = int(state[_UPDATES])
-        held: dict[str, dict[str, Tensor]] = {}
+        updates = int(part_of(state[_UPDATES], torch.tensor(0)))
+        held: dict[str, dict[str, Tensor | SavedTensor]] = {}
         for label, tensor in state.items():
             key, _, name = label.partition("|")
             if key not in (_WEIGHT, _UPDATES):
@@ -289,7 +291,7 @@ def value_model(path: str, policy: PreTrainedModel) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
+def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor | SavedTensor]) -> None:
     """Copy the weights of a critic's ``state``, labelled ``weight|parameter name`` as :meth:`Critic.state` yields them,
     into ``model``. Raises ``KeyError`` or ``ValueError`` for the state of another model."""
     for name, tensor in weight_tensors(model).items():
@@ -298,4 +300,4 @@ def take_weights(model: PreTrainedModel, state: Mapping[str, Tensor]) -> None:
         saved = state[f"{_WEIGHT}|{name}"]
         if saved.shape != tensor.shape:
             raise ValueError(f"{name} is {tuple(saved.shape)}, not {tuple(tensor.shape)}")
-        tensor.copy_(saved)
+        tensor.copy_(part_of(saved, tensor))

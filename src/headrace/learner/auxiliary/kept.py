@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from headrace.learner.auxiliary.config import Ema, Frozen, KeptConfig, Lagged, Refreshed
 from headrace.learner.parallel.optim import TrainedWeight
+from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.parallel.shards import like, local, part_of
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import CORRECTION_BIAS, correction_biases
@@ -102,9 +103,9 @@ class Copy:
             yield one.name, like(part.to(local(one.weight).device), one.weight)
 
     @torch.no_grad()
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
-        """Copy whole tensors into this copy. Raises ``KeyError`` for a missing tensor and ``ValueError`` for another
-        shape."""
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
+        """Copy this rank's parts of whole or saved tensors into this copy. Raises ``KeyError`` for a missing tensor and
+        ``ValueError`` for another shape."""
         for one, part in zip(self._sources, self._parts, strict=True):
             if one.name.endswith(CORRECTION_BIAS) and one.name not in state:
                 continue  # a snapshot from before biases were moved: they keep the values that were loaded
@@ -166,7 +167,7 @@ class KeptWeights(Protocol):
         """Yield the tensors that a snapshot contains, with their names."""
         ...
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the tensors that :meth:`state` yielded."""
         ...
 
@@ -197,7 +198,7 @@ class OneCopy:
         """Yield the tensors of the copy by parameter name, for a snapshot."""
         return self._copy.state()
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the tensors that :meth:`state` yielded, given as whole tensors."""
         self._copy.set_state(state)
 
@@ -271,7 +272,7 @@ class Ring:
             for name, tensor in copy.state():
                 yield f"{place}|{name}", tensor
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the kept versions from the tensors of a snapshot, which are labelled ``place|name``. Raises
         ``ValueError`` if there are too many."""
         self._spare += self._ring

@@ -48,6 +48,7 @@ from headrace.learner.forward import Forward
 from headrace.learner.head import TopRequest
 from headrace.learner.parallel.files import Snapshot
 from headrace.learner.parallel.load import load_for
+from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.work import StepWork
 from headrace.models.config import ModelConfig
 from headrace.models.load import refuse_other_vocabulary
@@ -164,7 +165,7 @@ class QueriedModel(AuxiliaryModel):
         """Return the tensors of the kept weights by name; none for a separate model."""
         return () if self._kept is None else self._kept.state()
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the kept weights from the tensors that :meth:`state` returned."""
         assert self._kept is not None
         self._kept.set_state(state)
@@ -355,6 +356,6 @@ class SampledPolicies(AuxiliaryModel):
         version."""
         return self._ring.state()
 
-    def set_state(self, state: Mapping[str, Tensor]) -> None:
+    def set_state(self, state: Mapping[str, Tensor | SavedTensor]) -> None:
         """Restore the kept versions from the tensors that :meth:`state` returned."""
         self._ring.set_state(state)

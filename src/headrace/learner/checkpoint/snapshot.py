@@ -26,7 +26,8 @@ from typing import Any
 import msgspec
 
 from headrace.base.errors import CheckpointError, DataError
-from headrace.learner.disk import CHECKSUMS_FILE, OPTIMIZER, SLACK_BYTES, flush_one, seal, verify, whole_or_nothing
+from headrace.learner.disk import CHECKSUMS_FILE, SLACK_BYTES, flush_one, seal, verify, whole_or_nothing
+from headrace.models.load import RESUMED
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -182,7 +183,7 @@ def _problem(snapshot: Path, *, to_resume: bool) -> str:
 def _read(state: SnapshotState, *, to_resume: bool) -> list[str]:
     """Return the names of the files of a snapshot that its use reads: all to resume a run, and all but the optimizer's
     otherwise."""
-    return [name for name in state.files if to_resume or not name.startswith(OPTIMIZER)]
+    return [name for name in state.files if to_resume or not name.startswith(RESUMED)]
 
 
 def _decode(snapshot: Path) -> SnapshotState:

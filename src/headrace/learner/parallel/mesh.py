@@ -95,6 +95,7 @@ class Ranks:
         self.context_group = mesh.get_group(CONTEXT)
         self.tensor_group = mesh.get_group(TENSOR)
         self._samples_group = mesh.get_group(SAMPLES)
+        self._beside: dist.ProcessGroup | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -121,14 +122,18 @@ class Ranks:
 
     def gather(self, message: bytes) -> list[bytes]:
         """Return the ``message`` of each rank, in order of rank; their lengths may differ."""
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.config.world)]
-        dist.all_gather(sizes, torch.tensor([len(message)]))
-        longest = max(int(size) for size in sizes)
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: len(message)] = _tensor(message)
-        theirs = [torch.empty_like(mine) for _ in sizes]
-        dist.all_gather(theirs, mine)
-        return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
+        return _gathered(message, self.config.world, None)
+
+    def open_beside(self) -> None:
+        """Prepare for :meth:`gather_beside`; a second call does nothing."""
+        if self._beside is None:
+            self._beside = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.config.timeout_s))
+
+    def gather_beside(self, message: bytes) -> list[bytes]:
+        """Do what :meth:`gather` does, in one thread of each rank beside the one that calls the other methods: its
+        messages cannot be confused with theirs. :meth:`open_beside` must have been called."""
+        assert self._beside is not None
+        return _gathered(message, self.config.world, self._beside)
 
     def gather_parts(self, message: bytes) -> list[bytes]:
         """Return the ``message`` of the first tensor-parallel rank of each context part of each share, in order of
@@ -211,6 +216,19 @@ def explained_rank_loss(rank: int) -> Iterator[None]:
             f"rank {rank} of the learner lost another rank: {error}",
             remedy="look at the end of the other ranks' logs; the run resumes from its last snapshot",
         ) from error
+
+
+def _gathered(message: bytes, world: int, group: dist.ProcessGroup | None) -> list[bytes]:
+    """Return the ``message`` of each of the ``world`` ranks, in order of rank, sent over ``group``; ``None`` is the
+    group of all communication but that of a thread beside it."""
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(sizes, torch.tensor([len(message)]), group=group)
+    longest = max(int(size) for size in sizes)
+    mine = torch.zeros(longest, dtype=torch.uint8)
+    mine[: len(message)] = _tensor(message)
+    theirs = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(theirs, mine, group=group)
+    return [bytes(one[: int(size)].numpy()) for one, size in zip(theirs, sizes, strict=True)]
 
 
 def _reduced(tensor: Tensor, how: dist.ReduceOp.RedOpType) -> Tensor:

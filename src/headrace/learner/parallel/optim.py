@@ -28,6 +28,7 @@ from headrace.learner.optim import build_optimizer, sum_of_squares, update_rules
 from headrace.learner.parallel.adapt import parted
 from headrace.learner.parallel.config import MemoryConfig
 from headrace.learner.parallel.mesh import AnyRanks
+from headrace.learner.parallel.parts import SavedTensor
 from headrace.learner.parallel.shards import copies, like, local, part_of, placed, whole
 from headrace.learner.parallel.split import reshard
 from headrace.models.weights import DEFAULT, adapter_of, is_adapted, of_adapter
@@ -248,6 +249,12 @@ class ShardOptimizer:
     def state(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the state of ``one`` in a snapshot beside the weight, sharded like the weight, under the same keys on
         every rank; empty before the first update."""
+        device = local(one.weight).device
+        return {key: like(tensor.to(device), one.weight) for key, tensor in self.parts(one).items()}
+
+    def parts(self, one: TrainedWeight) -> dict[str, Tensor]:
+        """Return this rank's parts of the tensors of :meth:`state`, under the same keys, on the device on which the
+        optimizer keeps them. All but those of 8 bits share its memory."""
         if not self.updates:
             return {}
         held = self._held(one) or self._zeros(one)  # empty where this rank's part is
@@ -256,18 +263,18 @@ class ShardOptimizer:
             state = self._low_bit.plain(state)
         if one.has_own_memory and one.master.dtype != one.weight.dtype:
             state[MASTER] = one.master.detach()
-        device = local(one.weight).device
-        return {key: like(tensor.to(device), one.weight) for key, tensor in state.items()}
+        return state
 
     @torch.no_grad()
-    def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor], updates: int) -> None:
-        """Restore some of the tensors that :meth:`state` returned, given whole, after ``updates`` updates. Raises
-        ``ValueError`` for the state of another optimizer."""
+    def set_state(self, one: TrainedWeight, state: Mapping[str, Tensor | SavedTensor], updates: int) -> None:
+        """Restore some of the tensors that :meth:`state` returned, given whole or as saved tensors, of which this
+        rank's part is read, after ``updates`` updates. Raises ``ValueError`` for the state of another optimizer, and
+        what :meth:`SavedTensor.read` raises."""
         known = MUON if one.muon else ADAMW
         if self._low_bit is None and (strange := sorted(state.keys() - {*known, MASTER})):
             raise ValueError(f"{strange[0]} of {one.name} is another optimizer's")
         self.updates = updates
-        parts = {key: part_of(tensor, one.weight).to(one.master.device) for key, tensor in state.items()}
+        parts = {key: self._part(tensor, one).to(one.master.device) for key, tensor in state.items()}
         if MASTER in parts and one.has_own_memory:
             one.master.copy_(parts[MASTER])
         if not one.master.numel() or not updates:
@@ -280,6 +287,13 @@ class ShardOptimizer:
             self._held(one).update({key: part.to(one.master.dtype) for key, part in parts.items() if key in known})
         if not one.muon:
             self._held(one)["step"] = self._count(one, updates)
+
+    def _part(self, tensor: Tensor | SavedTensor, one: TrainedWeight) -> Tensor:
+        """Return this rank's part of one tensor of a weight's state. Codes and scales of 8 bits, on one rank, have
+        shapes of their own."""
+        if self._low_bit is not None and isinstance(tensor, SavedTensor):
+            return tensor.whole()
+        return part_of(tensor, one.weight)
 
     def _zeros(self, one: TrainedWeight) -> dict[str, Tensor]:
         """Return the optimizer's state of a weight before its first update: AdamW's moments, or Muon's momentum, of

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+
+from headrace.learner.parallel.parts import SavedTensor
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -37,13 +40,52 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def part_of(full: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of ``full``, a whole tensor that every rank has, cut as ``tensor`` is sharded; nothing is
-    sent."""
+def part_of(full: Tensor | SavedTensor, tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``full``, a whole tensor that every rank has or can read, cut as ``tensor`` is
+    sharded; nothing is sent. Of a saved tensor only that part is read. Raises what :meth:`SavedTensor.read` raises, and
+    ``ValueError`` for a saved tensor of another shape."""
+    if isinstance(full, SavedTensor):
+        if full.shape != tensor.shape:
+            raise ValueError(f"{full.label} is {list(full.shape)}, expected {list(tensor.shape)}")
+        return full.read(held(tensor))
     if not isinstance(tensor, DTensor):
         return full
     full = full.to(tensor.device_mesh.device_type)
     return distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+
+
+def held(tensor: Tensor) -> list[list[range]]:
+    """Return the indices of ``tensor`` that this rank's part has: for each axis, ranges in the order in which they lie
+    in the part. A tensor that is not sharded is held whole."""
+    if not isinstance(tensor, DTensor):
+        return [[range(length)] for length in tensor.shape]
+    found = [_runs(_indices(tensor, axis)) for axis in range(tensor.ndim)]
+    size = tuple(sum(map(len, axis)) for axis in found)
+    assert size == tensor.to_local().shape, f"a part of {size} is expected, {tuple(tensor.to_local().shape)} is held"
+    return found
+
+
+def _indices(tensor: DTensor, axis: int) -> list[int]:
+    """Return the indices along one ``axis`` of the whole tensor that this rank's part has."""
+    mesh, length = tensor.device_mesh, tensor.shape[axis]
+    numbers = torch.arange(length, device=mesh.device_type)
+    others = [mesh.size()] * tensor.ndim  # every rank gets some of each axis, however it is cut
+    others[axis] = length
+    shaped = numbers.view([length if place == axis else 1 for place in range(tensor.ndim)]).expand(others)
+    part = distribute_tensor(shaped, mesh, tensor.placements, src_data_rank=None).to_local()
+    along: Tensor = part.movedim(axis, 0).flatten(1)[:, 0] if tensor.ndim > 1 else part
+    return along.tolist()
+
+
+def _runs(indices: list[int]) -> list[range]:
+    """Return ``indices`` as ranges, in their order.
+
+    >>> _runs([4, 5, 6, 0, 1])
+    [range(4, 7), range(0, 2)]
+    """
+    groups = itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0])
+    runs = [[index for _, index in group] for _, group in groups]
+    return [range(run[0], run[-1] + 1) for run in runs]
 
 
 def copies(tensor: Tensor, world: int) -> int:

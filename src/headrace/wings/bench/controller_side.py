@@ -97,6 +97,9 @@ class NoLearner:
     async def save(self, directory: Path) -> None:
         """Write nothing: there are no weights."""
 
+    async def saved(self, directory: Path) -> None:
+        """Return at once: nothing was written."""
+
 
 class Alternating:
     """A scorer that rewards every other answer, at once."""

@@ -200,8 +200,8 @@ class LogprobsReply(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class SnapshotTaken(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first answer to ``Publish``: the weights are copied into the buffer, and the learner can continue to
-    train."""
+    """The first answer to ``Publish`` and to ``Save``: the weights are copied into the buffer, or what the checkpoint
+    holds is copied or already written, and the learner can continue to train."""
 
     call: int
     seconds: float
@@ -216,7 +216,7 @@ class Published(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The answer to ``Save``: the checkpoint is complete on disk, and flushed."""
+    """The second answer to ``Save``: the checkpoint is complete on disk, and flushed."""
 
     call: int
     seconds: float
