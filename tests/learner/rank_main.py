@@ -18,7 +18,11 @@ from headrace.base.environ import rank_place
 from headrace.learner.parallel import context, mesh
 from headrace.learner.parallel.config import ParallelConfig
 from tests.learner import (  # fmt: skip
-    rank_adapter_cases, rank_cases, rank_core_cases, rank_group_cases, rank_snapshot_cases,
+    rank_adapter_cases,
+    rank_cases,
+    rank_core_cases,
+    rank_group_cases,
+    rank_snapshot_cases,
 )
 from tests.wings.supervised import rank_cases as given
 
