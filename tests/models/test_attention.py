@@ -154,7 +154,7 @@ def test_sequences_that_share_rows_attend_as_if_each_had_its_own(
         torch.testing.assert_close(found, wanted, atol=5e-5, rtol=1e-4)
 
 
-@given(st.data(), st.none() | st.integers(1, 12), st.sampled_from(["window", "chunk", "sinks"]))
+@given(st.data(), st.none() | st.integers(1, 12), st.sampled_from(["window", "chunk", "sinks", "softcap"]))
 def test_paths_of_a_tree_attend_as_if_each_had_rows_of_its_own(data, limit, kind):
     """Sequences that continue any beginning of any earlier one; some add nothing."""
     paths: list[list[int]] = []
@@ -171,7 +171,7 @@ def test_paths_of_a_tree_attend_as_if_each_had_rows_of_its_own(data, limit, kind
     sinks = torch.randn(4, generator=rng, dtype=torch.float64) if kind == "sinks" else None
     rule = Rule(
         layer=0, scale=0.3, window=limit if kind != "chunk" else None, chunk=limit if kind == "chunk" else None,
-        sinks_H=sinks,
+        sinks_H=sinks, softcap=2.0 if kind == "softcap" else None,
     )  # fmt: skip
     leaves = [
         torch.randn(count, heads, 8, generator=rng, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2)

@@ -361,7 +361,8 @@ class PackedPlan:
         key = place, rule.window, rule.chunk
         if key not in self._masks:
             bucket = self._buckets[place]
-            from_BQ = bucket.queries_BQ
+            # padding that lay beyond the row would see nothing under a window: weights of 0 / 0 reach the gradients
+            from_BQ = bucket.queries_BQ.clamp(max=bucket.length - 1)
             from_BQ = from_BQ[0] if bucket.alike else from_BQ[:, None]
             self._masks[key] = rule.sees(from_BQ, torch.arange(bucket.length, device=from_BQ.device))
         return self._masks[key]
