@@ -47,6 +47,7 @@ SPECIAL = {
         layouts=({"data": 2}, {"data": 2, "expert": 2}),
     ),
     "shared": Special(batch=alike, config={"share_prefixes": True, "tokens_per_microbatch": 60}),
+    "flex": Special(config={"attention": "flex"}, layouts=({"context": 2}, {"tensor": 2})),
     "selecting": Special(algo={"loss": "m2po", "old": "engine"}, layouts=({"data": 2}, {"context": 2})),
 }
 
@@ -89,6 +90,11 @@ def biases(directory: Path) -> Found:
 def shared(directory: Path) -> Found:
     """Prompts that are computed once."""
     return _special(directory, "shared")
+
+
+def flex(directory: Path) -> Found:
+    """Flex attention over the keys of all ranks of a context, and over a rank's heads."""
+    return _special(directory, "flex")
 
 
 def selecting(directory: Path) -> Found:

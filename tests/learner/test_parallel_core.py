@@ -26,7 +26,7 @@ from tests.learner.rank_core_cases import (  # fmt: skip
 from tests.learner.test_parallel import KINDS, Found, answer, run
 
 CASES = [
-    *("replay", "shared", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
+    *("replay", "shared", "flex", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
     *("balanced", "biases", "kept", "taught", "updates", "full"),
 ]
 CONFIG = {"tokens_per_microbatch": 30}

@@ -20,6 +20,7 @@ from headrace.learner.auxiliary.config import (
 )
 from headrace.learner.damping import EssDamping
 from headrace.learner.parallel.config import MemoryConfig, OptimizerConfig, ParallelConfig
+from headrace.models.config import AttentionName
 from headrace.models.devices import AUTO, DeviceName
 
 COLUMNS = frozenset({"log_old", "log_mu", "versions", "entropy", "selected", "pairs"})
@@ -97,6 +98,11 @@ class LearnerConfig(Section):
     """Whether tokens that several samples of a batch begin with are computed once: of answers to one prompt, turns and
     forks of an episode, or by accident, as a tree of any depth. The gradient is the same up to rounding. ``auto``: in
     batches where that saves a tenth of the computation."""
+    attention: AttentionName = "auto"
+    """How attention is computed. ``flex``: by torch's flex attention, which holds no scores and pads nothing on a GPU;
+    on a CPU it writes all scores out. ``padded``: in rows of samples of similar length; sinks, soft caps and, on a
+    GPU, windows and shared tokens write the scores out. ``auto``: flex attention on a GPU if a trial before the run
+    compiles and is right there, otherwise padded rows."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes over which the learner is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()

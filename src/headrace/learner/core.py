@@ -125,7 +125,7 @@ class LearnerCore:
         self._auxiliary = auxiliary_models(LearnerParts(config=config, objective=objective, context=context, **own))
         refuse_unserved(self._objective, self._auxiliary)
         self._files = Snapshot(model, self._optimizer, self._ranks, self._auxiliary)
-        self._memory = MemoryPlan.of(model, config)
+        self._memory = MemoryPlan.of(model, config, self._forward.attention)
         self._parts: StepSums | None = None
         self._damping = 1.0
         """Factor of the learning rate of the next update: the smallest of the batches in its gradient."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from headrace.base.errors import ModelError
 from headrace.base.types.batch import Batch
 from headrace.base.types.tokens import FloatColumn
 from headrace.learner import products
+from headrace.learner.attention import attention_for, probe_of
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import cost_of
 from headrace.learner.head import TopRequest
@@ -41,9 +42,9 @@ from headrace.learner.parallel.split import ShardedLogprobs
 from headrace.learner.parallel.view import RankView, view_of
 from headrace.learner.progress import Progress
 from headrace.learner.tree import PrefixTrees, cut_tree
-from headrace.models.attention import PLAN, PackedPlan
 from headrace.models.kernels.deterministic import InvariantPlan, invariant_log_softmax, is_deterministic
 from headrace.models.lora import Switch
+from headrace.models.packed.kinds import KindRecorder
 from headrace.models.rope import context_limit
 from headrace.models.routing import RoutedModel, RoutingPass, RoutingReplay, find_routing
 from headrace.models.weights import vocabulary_of
@@ -117,24 +118,25 @@ class Forward:
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
         self.filled: Callable[[int], int] = products.repeated if fills else int
         """Returns the number of rows that a pass is filled up to, from the number that it needs."""
-        self._plan = InvariantPlan if invariant else PackedPlan
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
 
         def logprobs(parts: TrunkAndHead) -> TokenLogprobs:
             return TokenLogprobs(parts, chunk, temperature, entropy_gradient, log_softmax)
 
-        def top_entries(parts: TrunkAndHead) -> TopEntries:
-            return TopEntries(parts, chunk, temperature)
-
+        top_entries = partial(TopEntries, chunk=chunk, temperature=temperature)
         self._token_logprobs: Callable[..., tuple[Tensor, ...]]
         self._top_entries: Callable[..., tuple[Tensor, ...]]
+        recorder = KindRecorder(self._ranks.device)
+        probe = probe_of(InvariantPlan([2], self._ranks.device) if invariant else recorder)
         if self._ranks.config.world > 1:
-            self._token_logprobs = ShardedLogprobs(model, logprobs, self._probe())
-            self._top_entries = ShardedLogprobs(model, top_entries, self._probe())
+            self._token_logprobs = ShardedLogprobs(model, logprobs, probe)
+            self._top_entries = ShardedLogprobs(model, top_entries, probe)
         else:
-            parts = split_model(model, self._probe())
+            parts = split_model(model, probe)
             self._token_logprobs, self._top_entries = logprobs(parts), top_entries(parts)
+        self.attention = attention_for(model, config.attention, recorder.layers)
+        """The attention that the passes compute with."""
 
     def refuse(self, batch: Batch) -> None:
         """Raise :class:`~headrace.base.errors.RunError` for a batch that this model cannot compute, such as one with
@@ -173,7 +175,7 @@ class Forward:
         """Run one forward pass over ``micro``, a micro-batch of ``batch``, and return log π of its tokens in ``mask_N``
         and their entropies. The logits of a token come from the token before it. ``top_NK`` are ids of further entries
         of which log π is computed at each token, in host memory; ``None`` for none."""
-        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self._plan, self.filled)
+        view = view_of(micro, np.flatnonzero(mask_N[micro.places_M]), self._ranks, self.attention, self.filled)
         places_P = micro.places_M[view.places_P]
         with (
             self._replaying(batch, view) as routing_pass,
@@ -226,7 +228,7 @@ class Forward:
     def _likeliest(self, batch: Batch, micro: MicroBatch, mask_M: Mask, request: TopRequest) -> Iterator[Tensor]:
         """Return the ids of the likeliest entries at the masked tokens of a micro-batch, and their log-probabilities,
         ``[M, K]`` each and gathered from all ranks; 0 outside the mask."""
-        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self._plan, self.filled)
+        view = view_of(micro, np.flatnonzero(mask_M), self._ranks, self.attention, self.filled)
         with self._replaying(batch, view):
             before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
             found = self._top_entries(view.inputs(batch.ids_N), before_P, request)
@@ -239,13 +241,6 @@ class Forward:
             return nullcontext()
         assert self._replay is not None  # refused at intake
         return self._replay(batch.routing.take(view.rows_in_batch))
-
-    def _probe(self) -> dict[str, Any]:
-        """Return the keyword arguments of a forward pass over two tokens of id 0, on which :func:`split_model` tests
-        whether the model can be split into trunk and head."""
-        attend = self._plan([2], self._ranks.device)
-        ids_N = torch.zeros_like(attend.positions_N)
-        return {"input_ids": ids_N[None], "position_ids": attend.positions_N[None], PLAN: attend}
 
 
 def _routing_of(model: PreTrainedModel) -> RoutedModel | None:

@@ -17,6 +17,7 @@ from headrace.base.errors import RunError
 from headrace.learner.auxiliary.config import KeptSection
 from headrace.learner.config import LearnerConfig
 from headrace.learner.cost import best_rows
+from headrace.models.packed import PADDED, ChosenAttention
 from headrace.models.settings import by_layer
 from headrace.models.weights import is_adapted
 
@@ -40,6 +41,11 @@ class MemoryPlan:
     """Bytes that the backward pass needs for one token in one layer."""
     input_bytes: int
     """Bytes of the input of one layer for one token."""
+    pair_bytes: int
+    """Bytes of attention's scores that all layers together keep for a pair of tokens of one sample; 0 where no scores
+    are kept. A pass may be a single sample, so that each of its tokens makes a pair with every one."""
+    layer_pair_bytes: int
+    """The same for the one layer that keeps most."""
     num_layers: int
     """Number of layers of the model."""
     trained: int
@@ -54,8 +60,8 @@ class MemoryPlan:
     """Whether the device is the host itself, so that moving tensors to the host frees nothing."""
 
     @classmethod
-    def of(cls, model: PreTrainedModel, config: LearnerConfig) -> MemoryPlan:
-        """Return the plan of a model that was just loaded.
+    def of(cls, model: PreTrainedModel, config: LearnerConfig, attention: ChosenAttention = PADDED) -> MemoryPlan:
+        """Return the plan of a model that was just loaded and computes with this ``attention``.
 
         Per layer and token about ten vectors of the hidden size (residuals, norms, queries, keys, values, attention's
         output) and three of the feed-forward's size (gate, up, their product); see Korthikanti et al. 2022, eq. 1.
@@ -66,17 +72,23 @@ class MemoryPlan:
         experts = max(by_layer(read, "num_experts_per_tok"), default=0)
         if experts:
             inner = max(by_layer(read, "moe_intermediate_size"), default=inner) * experts
+        on_host, shares = model.device.type == "cpu", config.share_prefixes is not False
+        pairs = [kind.pair_bytes for kind in attention.layers if kind.writes_scores(on_host=on_host, shares=shares)]
+        if attention.name == "flex" and not on_host:
+            pairs = []
         return cls(
             config=config,
             tokens=min(config.tokens_per_microbatch, best_rows(model) or config.tokens_per_microbatch),
             layer_bytes=(10 * hidden + 3 * inner) * itemsize,
             input_bytes=hidden * itemsize,
+            pair_bytes=sum(pairs),
+            layer_pair_bytes=max(pairs, default=0),
             num_layers=int(read.num_hidden_layers),
             trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
             frozen=sum(p.numel() for p in model.parameters() if not p.requires_grad),
             itemsize=itemsize,
             adapted=is_adapted(model),
-            on_host=model.device.type == "cpu",
+            on_host=on_host,
         )
 
     def levers(self) -> list[str]:
@@ -86,6 +98,9 @@ class MemoryPlan:
         tokens = self.tokens / ways.context
         kept = self.input_bytes if memory.recompute else self.layer_bytes
         activations = 0 if memory.offload_activations else tokens * self.num_layers * kept / ways.tensor
+        scores, layer_scores = (tokens * self.tokens * each for each in (self.pair_bytes, self.layer_pair_bytes))
+        if memory.recompute or memory.offload_activations:
+            scores = layer_scores
         shards = ways.data * ways.context * ways.tensor
         parts = 1 if self.adapted else shards
         masters = 4 * (memory.masters and self.itemsize < 4)
@@ -99,9 +114,10 @@ class MemoryPlan:
         offloaded = self.on_host or self.adapted or memory.offload_optimizer
         inputs = tokens * self.num_layers * self.input_bytes / ways.tensor
         saved = {
-            f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2,
-            "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs,
-            "learner.memory.offload_activations = true": 0 if self.on_host else activations,
+            f"learner.tokens_per_microbatch = {half} (every sample must fit)": activations / 2 + scores * 3 / 4,
+            "learner.attention = 'flex'": scores if config.attention == "padded" and not self.on_host else 0,
+            "learner.memory.recompute = true": 0 if memory.recompute else activations - inputs + scores - layer_scores,
+            "learner.memory.offload_activations = true": 0 if self.on_host else activations + scores - layer_scores,
             "learner.memory.whole_gradients = false": memory.whole_gradients * self.trained * 4 * (1 - 1 / shards),
             "learner.memory.offload_optimizer = true": 0 if offloaded else moments,
             "learner.optimizer.kind = 'adamw8bit' (headrace[low-bit])": 0

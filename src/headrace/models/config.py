@@ -15,6 +15,9 @@ AGENTS = "agents"
 
 AgentName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+$", max_length=32)]
 """The name of an agent with its own adapter. It becomes a part of tensors' names, which dots separate."""
+AttentionName = Literal["auto", "flex", "padded"]
+"""The ways in which a learner computes attention (:mod:`headrace.models.packed`), and ``auto`` for the best that
+runs."""
 WHOLE = "headrace_text_of"
 """The setting in the configuration of a text model that names the multimodal checkpoint it was loaded from."""
 SUPPORTED = "use a decoder-only text model that docs/models.md says works, such as qwen3, llama, gemma3 or qwen3_5"

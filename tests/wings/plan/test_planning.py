@@ -16,6 +16,7 @@ from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, l
 from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
 from headrace.wings.plan.picture import plan_svg
 from headrace.wings.plan.search import Search, SearchResult
+from headrace.wings.plan.sizing import score_bytes
 from headrace.wings.plan.verb import asked_of, bound
 from headrace.wings.plan.words import describe, verdict_line
 
@@ -254,3 +255,15 @@ def test_program_prints_a_plan_as_words_and_as_json_and_refuses_in_words(tmp_pat
     refused = runner.invoke(app, both)
     assert isinstance(refused.exception, ConfigError)
     assert "cluster.nodes" in str(refused.exception)
+
+
+def test_scores_are_counted_where_padded_attention_is_asked_for() -> None:
+    model = {"path": "openai/gpt-oss-20b", "dtype": "bfloat16"}
+    padded = {"attention": "padded", "tokens_per_microbatch": 8192, "share_prefixes": False}
+    assert score_bytes(asked(model=model, learner={"tokens_per_microbatch": 8192}), 1024) == 0
+    assert score_bytes(asked(model=model, learner=padded), 1024) == 24 * 64 * 6 * 8192 * 1024
+    assert score_bytes(asked(model=model, learner={**padded, "memory": {"recompute": True}}), 1024) == (
+        64 * 6 * 8192 * 1024
+    )
+    assert score_bytes(asked(learner=padded), 1024) == 0  # torch has a kernel for plain attention
+    assert score_bytes(asked(learner={**padded, "share_prefixes": True}), 1024) > 0  # and none with a mask

@@ -39,6 +39,7 @@ from headrace.algo.returns import value_loss
 from headrace.base.errors import ConfigError, ModelError, RunError
 from headrace.base.types.batch import Batch
 from headrace.learner import products
+from headrace.learner.attention import attention_of
 from headrace.learner.auxiliary.base import AuxiliaryModel, LearnerParts
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.config import OptimizerConfig
@@ -93,6 +94,7 @@ class Critic(AuxiliaryModel):
         self._offload = parts.config.memory.offload_activations
         self._max_norm = parts.config.max_grad_norm
         self.model = value_model(self._config.path or str(parts.context.model_dir), parts.model)
+        self._attention = attention_of(self.model, parts.config.attention)
         products.install(self.model, parts.config.tokens_per_microbatch)
         self._head = self.model.get_submodule(HEAD)
         if parts.config.memory.recompute:
@@ -176,7 +178,7 @@ class Critic(AuxiliaryModel):
         """Return the values V ``[P]`` of the loss tokens of one micro-batch, in float32 or wider and with gradient. The
         value of a token is computed from the hidden state of the token before it."""
         loss_P = np.flatnonzero(batch.mask_N[micro.places_M])
-        view = view_of(micro, loss_P, self._ranks, filled=self._forward.filled)
+        view = view_of(micro, loss_P, self._ranks, self._attention, self._forward.filled)
         before_P = torch.from_numpy(view.before_P).to(self._ranks.device)
         with save_on_cpu() if self._offload else nullcontext():
             hidden = self.model(**view.inputs(batch.ids_N), use_cache=False).last_hidden_state[0]

@@ -26,6 +26,8 @@ from torch.nn.attention.bias import causal_lower_right
 
 from headrace.base.errors import ModelError
 from headrace.models.attention import Choose, ChosenTokens, Rule, attend_masked
+from headrace.models.packed.flex import Compute, FlexMask
+from headrace.models.packed.reach import Reach
 from headrace.models.recurrent.base import Key, Recurrence, Tensors
 
 Index = npt.NDArray[np.int64]
@@ -90,9 +92,16 @@ class ContextPlan:
     """Block-diagonal causal attention of one rank's tokens (see :class:`headrace.models.attention.Plan`). ``lengths_S``
     is the number of tokens of each sequence of the micro-batch, and ``group`` holds the C ranks that share it."""
 
-    def __init__(self, lengths_S: Index, pieces: Pieces, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        lengths_S: Index,
+        pieces: Pieces,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        compute: Compute | None = None,
+    ) -> None:
         """Lay out the tokens of this rank. ``pieces`` says which tokens of the micro-batch each rank of ``group``
-        computes."""
+        computes; ``compute`` is how flex attention is computed, ``None`` for one call for each run of tokens."""
         self._group = group
         rank = dist.get_rank(group)
         places = [pieces.of(other) for other in range(pieces.num_ranks)]
@@ -106,10 +115,16 @@ class ContextPlan:
         for other, theirs in enumerate(places):
             found_M[theirs] = other * pieces.per_rank + np.arange(len(theirs))
         self._found_M = torch.from_numpy(found_M).to(device)
+        self._flex: FlexMask | None = None
+        if compute is not None:
+            whole = Reach.of(lengths_S)
+            self._flex = FlexMask(whole.take(mine, self._padding), whole, device, compute)
 
     def attend(self, query_NHD: Tensor, key_NKD: Tensor, value_NKD: Tensor, rule: Rule) -> Tensor:
         """Return the attention ``[N, H, D]`` of this rank's tokens over the keys and values of all ranks, under the
         mask that ``rule`` describes; zeros for the padding. The model's attention layers call it."""
+        if self._flex is not None:
+            return self._flex.attend(query_NHD, self._gather(key_NKD), self._gather(value_NKD), rule)
         key, value = (self._gather(tensor).transpose(0, 1)[None] for tensor in (key_NKD, value_NKD))
         query = query_NHD.transpose(0, 1)[None]
         # a run that needs a mask is computed in blocks, which bound the memory of the mask

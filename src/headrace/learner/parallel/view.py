@@ -19,7 +19,8 @@ from headrace.base.types.tokens import IntColumn
 from headrace.learner.packing import Index, MicroBatch
 from headrace.learner.parallel.context import ContextPlan, Pieces, gather_shared
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
-from headrace.models.attention import PLAN, PackedPlan, Plan
+from headrace.models.attention import PLAN, Plan
+from headrace.models.packed import PADDED, ChosenAttention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +83,13 @@ def view_of(
     micro: MicroBatch,
     loss_P: Index,
     ranks: AnyRanks,
-    packed: type[PackedPlan] = PackedPlan,
+    attention: ChosenAttention = PADDED,
     filled: Callable[[int], int] = int,
 ) -> RankView:
     """Return the view of ``micro`` on this rank. ``loss_P`` are the indices in ``micro`` of all its loss tokens. An
-    empty micro-batch is computed as one unused token, because ranks gather their parameters together. ``packed`` is the
-    attention of a micro-batch that is computed on one rank; ``filled`` returns the number of rows that such a pass is
-    filled up to, from the number that it needs: a sequence of unused tokens follows the others."""
+    empty micro-batch is computed as one unused token, because ranks gather their parameters together. ``attention`` is
+    how attention is computed; ``filled`` returns the number of rows that a pass on one rank is filled up to, from the
+    number that it needs: a sequence of unused tokens follows the others."""
     idle = not len(micro.places_M)
     lengths_K = np.ones(1, np.int64) if idle else micro.lengths_K
     if not isinstance(ranks, SingleRank) and ranks.config.context > 1:
@@ -98,7 +99,7 @@ def view_of(
         padded = np.concatenate([mine, np.zeros(pieces.per_rank - len(mine), np.int64)])
         return RankView(
             micro=micro,
-            plan=ContextPlan(lengths_K, pieces, ranks.context_group, ranks.device),
+            plan=ContextPlan(lengths_K, pieces, ranks.context_group, ranks.device, attention.compute),
             rows_R=padded[:0] if idle else padded,
             before_P=np.searchsorted(mine, places[ranks.part] - 1),
             places_P=places[ranks.part],
@@ -107,7 +108,7 @@ def view_of(
     if idle:
         return RankView(
             micro=micro,
-            plan=packed(lengths_K, ranks.device),
+            plan=attention.plan(lengths_K, ranks.device),
             rows_R=np.zeros(0, np.int64),
             before_P=loss_P,
             places_P=loss_P,
@@ -123,7 +124,7 @@ def view_of(
         rows_T = np.append(rows_T, len(rows_R) + np.arange(unused))
     return RankView(
         micro=micro,
-        plan=packed(lengths_K, ranks.device, None if micro.rows_M is None else rows_T),
+        plan=attention.plan(lengths_K, ranks.device, None if micro.rows_M is None else rows_T),
         rows_R=np.flatnonzero(followed_M)[first_R],
         before_P=np.searchsorted(rows_R, rows_M[loss_P - 1]),
         places_P=loss_P,

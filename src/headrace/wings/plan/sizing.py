@@ -135,7 +135,7 @@ def _find_fit(request: SizingRequest, cluster: Cluster, longest: float) -> Fit |
 def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     """Return the division onto separate accelerators, which may not fit: ``ways`` is 0 if no engine fits beside the
     learner, and ``least_learner`` is 0 if no learner fits."""
-    learner, activations = learner_bytes(request), activation_bytes(request)
+    learner, activations = learner_bytes(request), activation_bytes(request, longest)
     free_bytes = _usable(cluster) - activations
     least = max(1, -(-int(learner) // int(free_bytes))) if free_bytes >= 1 else 0
     ways, cache_tokens = _engine(request, cluster, cluster.count - least, longest)
@@ -160,7 +160,7 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
     engine sleeps."""
     free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - _engine_bytes(request)
     tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
-    return tokens if tokens >= longest and free_bytes >= activation_bytes(request) * ways else 0.0
+    return tokens if tokens >= longest and free_bytes >= activation_bytes(request, longest) * ways else 0.0
 
 
 def _usable(cluster: Cluster) -> float:
@@ -202,13 +202,29 @@ def learner_bytes(request: SizingRequest) -> float:
     return request.weight_bytes + request.adapter_params * 16.0
 
 
-def activation_bytes(request: SizingRequest) -> float:
+def activation_bytes(request: SizingRequest, longest: float) -> float:
     """Return the bytes of activations that each rank of the learner keeps in one pass over
-    ``learner.tokens_per_microbatch`` tokens."""
+    ``learner.tokens_per_microbatch`` tokens of samples of up to ``longest`` tokens."""
     shape, memory = request.shape, request.learner.memory
     kept = request.bytes_per_number if memory.recompute else ACTIVATION_BYTES * request.bytes_per_number / 2
     layers = 1 if memory.offload_activations else shape.layers
-    return float(request.learner.tokens_per_microbatch * shape.hidden * layers * kept)
+    linear = request.learner.tokens_per_microbatch * shape.hidden * layers * kept
+    return float(linear) + score_bytes(request, longest)
+
+
+def score_bytes(request: SizingRequest, longest: float) -> float:
+    """Return the bytes of written-out scores of attention that each rank of the learner keeps in one pass, for samples
+    of up to ``longest`` tokens; 0 for flex attention, which accelerators compute with unless padded rows are asked
+    for."""
+    learner, shape = request.learner, request.shape
+    if learner.attention != "padded":
+        return 0.0
+    layers = shape.layers if shape.grouped and learner.share_prefixes is not False else shape.score_layers
+    if learner.memory.recompute or learner.memory.offload_activations:
+        layers = min(layers, 1)
+    weight_bytes = 4 if request.bytes_per_number == 4 else 4 + request.bytes_per_number
+    tokens = learner.tokens_per_microbatch
+    return float(layers * shape.heads * weight_bytes * tokens * min(longest, tokens))
 
 
 def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> ConfigError:
@@ -217,10 +233,10 @@ def _too_small(request: SizingRequest, cluster: Cluster, longest: float) -> Conf
     division = _divide(request, cluster, longest)
     if not division.least_learner:
         recomputing = _recomputing(request)
-        if request.learner.memory.recompute or activation_bytes(recomputing) >= _usable(cluster):
-            return _pass_too_large(request, cluster)
+        if request.learner.memory.recompute or activation_bytes(recomputing, longest) >= _usable(cluster):
+            return _pass_too_large(request, cluster, longest)
         if _find_fit(recomputing, cluster, longest) is not None:
-            return _pass_too_large(request, cluster, "set learner.memory.recompute = true, or ")
+            return _pass_too_large(request, cluster, longest, "set learner.memory.recompute = true, or ")
         return _cluster_too_small(
             recomputing,
             cluster,
@@ -240,10 +256,12 @@ def _recomputing(request: SizingRequest) -> SizingRequest:
     )
 
 
-def _pass_too_large(request: SizingRequest, cluster: Cluster, instead: str = "") -> ConfigError:
-    """Return the error for a micro-batch whose activations do not fit into one accelerator. ``instead`` is the
-    beginning of the remedy, if there is a better one than a smaller micro-batch."""
-    usable, kept, tokens = _usable(cluster), activation_bytes(request), request.learner.tokens_per_microbatch
+def _pass_too_large(request: SizingRequest, cluster: Cluster, longest: float, instead: str = "") -> ConfigError:
+    """Return the error for a micro-batch whose activations, with samples of up to ``longest`` tokens, do not fit into
+    one accelerator. ``instead`` is the beginning of the remedy, if there is a better one than a smaller micro-batch."""
+    if score_bytes(request, longest):
+        instead = "leave learner.attention = 'padded' out, " + (instead or "or ")
+    usable, kept, tokens = _usable(cluster), activation_bytes(request, longest), request.learner.tokens_per_microbatch
     return ConfigError(
         f"one pass of {tokens} tokens of {request.shape.name} keeps {kept / GB:,.1f} GB of activations, and of one "
         f"{cluster.device.name} {usable / GB:,.1f} GB can be used: {(kept - usable) / GB:,.1f} GB too little",

@@ -29,6 +29,13 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Number of values that the key-value cache stores per token, over all layers."""
     hidden: int
     """Size of the hidden state between two layers."""
+    heads: int = 0
+    """Number of query heads of a layer."""
+    grouped: bool = False
+    """Whether several query heads share one key-value head."""
+    score_layers: int = 0
+    """Number of layers of which padded attention on an accelerator writes the scores out, whatever the batch: those
+    with sinks or a soft cap, and those with a window or chunks and grouped heads."""
 
     @property
     def flop_per_square(self) -> float:
@@ -73,7 +80,21 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         attention_width=heads * head,
         kv_numbers=layers * cached,
         hidden=hidden,
+        heads=heads,
+        grouped=heads != kv_heads,
+        score_layers=_score_layers(config, layers, grouped=heads != kv_heads),
     )
+
+
+def _score_layers(config: Mapping[str, Any], layers: int, *, grouped: bool) -> int:
+    """Return the number of layers of which padded attention writes the scores out (:class:`ModelShape`)."""
+    if config.get("attn_logit_softcapping") or config.get("model_type") == "gpt_oss":
+        return layers
+    if not grouped:
+        return 0
+    if kinds := config.get("layer_types"):
+        return sum(kind in ("sliding_attention", "chunked_attention") for kind in kinds)
+    return layers if config.get("sliding_window") and config.get("use_sliding_window", True) else 0
 
 
 def _size(config: Mapping[str, Any], key: str) -> int:

@@ -1,0 +1,96 @@
+"""Attention of packed passes, with gradients: implementations, and the choice among them before a run starts.
+
+a short pass ──▶ kinds of attention of the layers (kinds.py) ──▶ is there a reason against it? ──▶ a trial of each
+                                                                               └─────── padded ◀──── it fails
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from headrace.base.errors import ConfigError
+from headrace.models.attention import PackedPlan, Plan
+from headrace.models.config import AttentionName
+from headrace.models.packed.flex import Compute, FlexPlan, fused, written_out
+from headrace.models.packed.kinds import AttentionKind
+from headrace.models.packed.trial import failure_of
+
+LEAST_HEAD = 16
+"""The smallest head size of which torch's kernels for GPUs compute products."""
+
+MakePlan = Callable[..., Plan]
+"""Returns the plan of a pass, from the lengths of its sequences, the device, and the rows of shared tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenAttention:
+    """The attention that a learner computes with."""
+
+    name: str
+    """``flex``, ``padded``, or ``deterministic``."""
+    plan: MakePlan
+    """Returns the plan of a pass."""
+    why: str
+    """The reason for the choice in words."""
+    layers: tuple[AttentionKind, ...] = ()
+    """The kind of attention of each layer that attends; empty where nobody has asked for it."""
+    compute: Compute | None = None
+    """How flex attention is computed, for plans of parts of a pass; ``None`` for other attention."""
+
+
+PADDED = ChosenAttention(name="padded", plan=PackedPlan, why="learner.attention = 'padded'")
+"""Attention in padded rows, which computes everything everywhere."""
+
+
+def choose(
+    prefer: AttentionName, layers: Sequence[AttentionKind], device: torch.device, compute: Compute | None = None
+) -> ChosenAttention:
+    """Return the attention for a model whose ``layers`` compute these kinds on ``device``.
+
+    ``auto`` is flex attention on a GPU, if a trial there compiles and is right; otherwise padded rows. On a CPU, flex
+    attention is computed with scores written out. ``compute`` replaces what computes it. Raises
+    :class:`~headrace.base.errors.ConfigError` if ``flex`` is asked for and cannot be computed.
+    """
+    padded = replace(PADDED, layers=tuple(layers))
+    if prefer == "padded":
+        return padded
+    on_host = device.type == "cpu"
+    if prefer == "auto" and on_host:
+        return replace(padded, why="torch trains no flex attention on a CPU")
+    computed_by = compute or (written_out if on_host else fused)
+    kinds = list(dict.fromkeys(layers))
+    reason = _reason_against(kinds, device) or failure_of(kinds, device, computed_by)
+    if reason is None:
+        why = "the scores are written out, as on every CPU" if on_host else "it compiles here, and a trial was right"
+        plan = partial(FlexPlan, compute=computed_by)
+        return ChosenAttention(name="flex", plan=plan, why=why, layers=padded.layers, compute=computed_by)
+    if prefer == "flex":
+        raise ConfigError(
+            f"learner.attention='flex' cannot be computed on {device}: {reason}",
+            remedy="set learner.attention = 'auto' or 'padded'",
+        )
+    return replace(padded, why=f"flex attention cannot be computed: {reason}")
+
+
+def _reason_against(kinds: Sequence[AttentionKind], device: torch.device) -> str | None:
+    """Return why flex attention cannot compute these kinds on ``device``, as far as it is known before a trial;
+    ``None`` if no reason is known."""
+    if any(kind.indexed for kind in kinds):
+        return "an indexer chooses the tokens that are attended to, and padded rows compute it"
+    if device.type == "cpu":
+        return None
+    if device.type != "cuda":
+        return "torch has kernels for CUDA only"
+    if importlib.util.find_spec("triton") is None:
+        return "Triton, with which torch compiles it, is not installed"
+    for kind in kinds:
+        if kind.dtype == torch.float64:
+            return "torch's kernels have no float64"
+        if min(kind.key_size, kind.value_size) < LEAST_HEAD:
+            return f"heads of size {min(kind.key_size, kind.value_size)} are smaller than {LEAST_HEAD}"
+    return None
