@@ -95,7 +95,7 @@ def both(attend: Callable[[list[Tensor]], Tensor], tensors: list[Tensor], toward
     seed=st.integers(0, 2**31),
 )
 def test_values_and_gradients_are_those_of_the_formula_in_float64(
-    data, kv_heads, window, chunk, softcap, sinks, seed
+    data, *, kv_heads, window, chunk, softcap, sinks, seed
 ) -> None:
     """Trees of samples, of which packed samples that share nothing are the simplest, under mixtures of all rules."""
     paths = forest(data.draw)

@@ -36,7 +36,7 @@ from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan, tensors_of
 NUM_RANKS = 2
 
 
-class Member(Protocol):
+class BenchSide(Protocol):
     """A side of the benchmark, which answers requests."""
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -225,7 +225,7 @@ def main(arguments: list[str]) -> None:
     torch.set_num_threads(spec["threads"])
     plan = msgspec.json.decode(Path(spec["model"]).read_bytes(), type=SyncPlan)
     role, _, number = spec["side"].partition("-")
-    side: Member = HalfLearner(plan, int(number)) if role == "rank" else WholeEngine(plan, int(number))
+    side: BenchSide = HalfLearner(plan, int(number)) if role == "rank" else WholeEngine(plan, int(number))
     for line in sys.stdin:
         sys.stdout.write(json.dumps({"ok": side.do(json.loads(line))}) + "\n")
         sys.stdout.flush()
