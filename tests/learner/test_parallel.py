@@ -22,6 +22,7 @@ from tests.learner.builders import Setup, gradients, random_batch, tiny
 from tests.learner.rank_cases import BUNDLES, LAYOUTS
 from tests.models.kinds import HYBRIDS
 from tests.models.kinds import KINDS as MODEL_KINDS
+from tests.once import once, shared_directory
 from tests.venvs import python_with
 
 Found = dict[str, Any]
@@ -119,12 +120,12 @@ def reference(directory: Path, kind: str) -> Found:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+    return shared_directory(tmp_path_factory, "ranks")
 
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Found:
-    return {kind: reference(place, kind) for kind in KINDS}
+    return once(place, "alone", lambda: {kind: reference(place, kind) for kind in KINDS})
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +137,14 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def two(place: Path, alone: Found) -> Found:
-    damage(place)
+    once(place, "damage", lambda: damage(place))
     others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
-    return run(place, 2, [*TWO, *others, "once", "tiles", "death"])
+    return once(place, "two", lambda: run(place, 2, [*TWO, *others, "once", "tiles", "death"]))
 
 
 @pytest.fixture(scope="module")
 def four(place: Path, alone: Found) -> Found:
-    return run(place, 4, [*FOUR, "four"])
+    return once(place, "four", lambda: run(place, 4, [*FOUR, "four"]))
 
 
 def damage(directory: Path) -> None:

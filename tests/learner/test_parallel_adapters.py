@@ -31,6 +31,7 @@ from tests.learner.rank_adapter_cases import (  # fmt: skip
     trained,
 )
 from tests.learner.test_parallel import KINDS, Found, answer, run
+from tests.once import once, shared_directory
 
 OF_TWO = [name for name in ADAPTED if name != "on_four"]
 LOSS = 3e-6
@@ -60,14 +61,18 @@ def learner_of(directory: Path, adapted: Adapted, lora: Mapping[str, Any], **alg
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("adapters")
+    directory = shared_directory(tmp_path_factory, "adapters")
     for kind in ("dense", "experts", "zero_experts"):
-        tiny(directory / kind, **KINDS[kind])
+        once(directory, f"made {kind}", lambda kind=kind: tiny(directory / kind, **KINDS[kind]))
     return directory
 
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Found:
+    return once(place, "alone", lambda: found_alone(place))
+
+
+def found_alone(place: Path) -> Found:
     """What one process finds; gradients and weights beside it, for the ranks."""
     found: Found = {}
     for name, adapted in ADAPTED.items():
@@ -92,12 +97,12 @@ def alone(place: Path) -> Found:
 @pytest.fixture(scope="module")
 def two(place: Path, alone: Found) -> Found:
     others = ["fresh", "saved", "kept_adapters", "unsaved", "published", "several_learners"]
-    return run(place, 2, [*(f"adapted_{name}" for name in OF_TWO), *others])
+    return once(place, "two", lambda: run(place, 2, [*(f"adapted_{name}" for name in OF_TWO), *others]))
 
 
 @pytest.fixture(scope="module")
 def four(place: Path, alone: Found) -> Found:
-    return run(place, 4, ["adapted_on_four", "saved_by_four"])
+    return once(place, "four", lambda: run(place, 4, ["adapted_on_four", "saved_by_four"]))
 
 
 def assert_like_one_process(found: list[Found], expected: list[list[float]], name: str) -> None:

@@ -24,6 +24,7 @@ from tests.learner.rank_core_cases import (  # fmt: skip
     several,
 )
 from tests.learner.test_parallel import KINDS, Found, answer, run
+from tests.once import once, shared_directory
 
 CASES = [
     *("replay", "shared", "flex", "selecting", "parts", "scores", "from_one", "halves_of_weights", "curve"),
@@ -34,14 +35,18 @@ CONFIG = {"tokens_per_microbatch": 30}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("ranks")
+    directory = shared_directory(tmp_path_factory, "core")
     for kind in ("dense", "experts", "biased"):
-        tiny(directory / kind, **KINDS[kind])
+        once(directory, f"made {kind}", lambda kind=kind: tiny(directory / kind, **KINDS[kind]))
     return directory
 
 
 @pytest.fixture(scope="module")
 def alone(place: Path) -> Found:
+    return once(place, "alone", lambda: found_alone(place))
+
+
+def found_alone(place: Path) -> Found:
     """What one process finds; gradients beside it, for the ranks."""
     found: Found = {}
     for name, special in SPECIAL.items():
@@ -84,7 +89,7 @@ def kept_alone(place: Path) -> list[list[float]]:
 
 @pytest.fixture(scope="module")
 def two(place: Path, alone: Found) -> Found:
-    return run(place, 2, CASES)
+    return once(place, "two", lambda: run(place, 2, CASES))
 
 
 def assert_metrics(found: Found, expected: Found) -> None:

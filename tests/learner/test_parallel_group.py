@@ -9,25 +9,28 @@ import pytest
 from tests.learner.builders import tiny
 from tests.learner.rank_group_cases import SENT
 from tests.learner.test_parallel import KINDS, Found, answer, run
+from tests.once import once, shared_directory
 
 FOUR = [name for name in SENT if name.endswith(("_tp2", "2x2_delta")) and name != "sent_tp2"]
 TWO = [name for name in SENT if name not in FOUR]
 
 
-def kinds(directory: Path) -> Path:
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = shared_directory(tmp_path_factory, "group")
     for kind in ("dense", "tied", "experts"):
-        tiny(directory / kind, **KINDS[kind])
+        once(directory, f"made {kind}", lambda kind=kind: tiny(directory / kind, **KINDS[kind]))
     return directory
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(kinds(tmp_path_factory.mktemp("ranks")), 2, [*TWO, "refused_fp8"])
+def two(place: Path) -> Found:
+    return once(place, "two", lambda: run(place, 2, [*TWO, "refused_fp8"]))
 
 
 @pytest.fixture(scope="module")
-def four(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    return run(kinds(tmp_path_factory.mktemp("ranks")), 4, FOUR)
+def four(place: Path) -> Found:
+    return once(place, "four", lambda: run(place, 4, FOUR))
 
 
 def assert_sent(found: Found, case: str) -> None:

@@ -25,20 +25,25 @@ from headrace.models.weights import weight_tensors
 from tests.learner.builders import Setup, random_batch, tiny
 from tests.learner.rank_snapshot_cases import LAYOUTS, same_bits
 from tests.learner.test_parallel import KINDS, ROOT, Found, answer, assert_same_curve, run
+from tests.once import once, shared_directory
 
 CONFIG = {"tokens_per_microbatch": 30}
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("shards")
+    directory = shared_directory(tmp_path_factory, "shards")
     for kind in ("dense", "experts"):
-        tiny(directory / kind, **KINDS[kind])
+        once(directory, f"made {kind}", lambda kind=kind: tiny(directory / kind, **KINDS[kind]))
     return directory
 
 
 @pytest.fixture(scope="module")
 def by_one(place: Path) -> Path:
+    return once(place, "by one", lambda: saved_by_one(place))
+
+
+def saved_by_one(place: Path) -> Path:
     learner = Setup(model_dir=place / "dense", config=CONFIG).learner()
     for step in range(2):
         learner.train(random_batch(step=step, num_samples=7))
@@ -57,7 +62,8 @@ def state_alone(learner: LearnerCore) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def two(place: Path, by_one: Path) -> Found:
-    return run(place, 2, ["shards_by_two", "shards_full_disk", "shards_read", "shards_from_one", "shards_on_two"])
+    cases = ["shards_by_two", "shards_full_disk", "shards_read", "shards_from_one", "shards_on_two"]
+    return once(place, "two", lambda: run(place, 2, cases))
 
 
 def test_a_snapshot_holds_the_state_before_the_steps_that_were_trained_while_it_was_written(two: Found, place: Path):
@@ -195,12 +201,12 @@ def test_any_part_of_a_tensor_is_read_from_boxes_that_lie_in_any_way(tmp_path: P
 @pytest.fixture(scope="module")
 def four(place: Path) -> Found:
     names = [f"{name}_{what}_four" for name in LAYOUTS for what in ("by", "on")]
-    return run(place, 4, names)
+    return once(place, "four", lambda: run(place, 4, names))
 
 
 @pytest.fixture(scope="module")
 def four_on_two(place: Path, four: Found) -> Found:
-    return run(place, 2, [f"{name}_on_two" for name in LAYOUTS])
+    return once(place, "four on two", lambda: run(place, 2, [f"{name}_on_two" for name in LAYOUTS]))
 
 
 @pytest.mark.slow

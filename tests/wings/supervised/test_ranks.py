@@ -30,6 +30,7 @@ from headrace.wings.supervised.session import sft
 from tests.launch.test_forking import gone
 from tests.learner.builders import gradients
 from tests.learner.test_parallel import Found, answer, run
+from tests.once import once, shared_directory
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
 from tests.wings.supervised.rank_cases import LAYOUTS
 from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
@@ -47,8 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
+    directory = shared_directory(tmp_path_factory, "given rows")
+    return once(directory, "compared", lambda: found_in(directory, model))
+
+
+def found_in(directory: Path, model: Path) -> tuple[Found, Found]:
     """What two ranks found for every loss, and one process; for two losses of an adapter, too."""
-    directory, alone = tmp_path_factory.mktemp("compared"), {}
+    alone: Found = {}
     for name in COMPARED:
         loss, _, adapter = name.partition(" with an ")
         lora = {"model": {"lora": LORA}} if adapter else {}
