@@ -179,7 +179,7 @@ def test_every_element_of_a_sharded_model_is_sent_once(model: str, mesh: str) ->
     for rank in range(samples * tensor):
         with _one_of(rank, samples * tensor):
             named = weight_tensors(_sharded(model, samples, tensor))
-            held.append([held_part(each) for each in named.values()])
+            held.append([held_part(name, each) for name, each in named.items()])
             shapes = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in named.items()}
     shares = share_out(shapes, held)
     manifest = plan(shapes)

@@ -32,7 +32,7 @@ from headrace.base.errors import CheckpointError
 from headrace.learner.disk import SLACK_BYTES, TOKENIZER_FILES, checksums_of, flush, flush_one, free_bytes, seal
 from headrace.learner.parallel.mesh import Ranks
 from headrace.learner.parallel.parts import Part, SavedParts, shard_name, slots, write_parts
-from headrace.learner.parallel.shards import held
+from headrace.learner.parallel.shards import assigned, held
 from headrace.models.load import INDEX_FILE
 from headrace.models.weights import in_file_format
 
@@ -93,16 +93,15 @@ class ShardedSnapshot:
         All ranks must call this together, with the same tensors in the same order."""
         boxes = [[box for box, _ in _places(one.like)] for one in tensors]
         said = self._ranks.gather(msgspec.json.encode(boxes))
-        mine = _shares([msgspec.json.decode(each, type=list[list[Box]]) for each in said], tensors)[self._ranks.rank]
+        everybody = [msgspec.json.decode(each, type=list[list[Box]]) for each in said]
+        mine = assigned(everybody, lambda index, box: _num_bytes(tensors[index], box))[self._ranks.rank]
         self._total_bytes = sum(one.num_bytes for one in tensors)
         self._weights = [
             (one.label.removeprefix(WEIGHT), one.num_bytes) for one in tensors if one.label.startswith(WEIGHT)
         ]
         try:
-            for one in tensors:
-                self._parts += [
-                    _copied(one, box, where) for box, where in _places(one.like) if (one.label, box) in mine
-                ]
+            for index, one in enumerate(tensors):
+                self._parts += [_copied(one, box, where) for box, where in _places(one.like) if (index, box) in mine]
         except (RuntimeError, MemoryError) as error:  # no memory: the other ranks must hear of it
             self._parts = []
             self._problem = f"rank {self._ranks.rank}: its part cannot be copied to host memory: {error}"
@@ -213,21 +212,9 @@ def _places(tensor: Tensor) -> Iterator[tuple[Box, tuple[slice, ...]]]:
             yield box, tuple(slot for _, slot in chosen)
 
 
-def _shares(held_boxes: Sequence[list[list[Box]]], tensors: Sequence[SourceTensor]) -> list[set[tuple[str, Box]]]:
-    """Return, for each rank, the label and box of everything that it writes. ``held_boxes`` are, for each rank, the
-    boxes that it holds of each of the ``tensors``. Every rank returns the same."""
-    loads = [0] * len(held_boxes)
-    shares: list[set[tuple[str, Box]]] = [set() for _ in held_boxes]
-    for place, one in enumerate(tensors):
-        holders: dict[Box, list[int]] = {}
-        for rank, of_rank in enumerate(held_boxes):
-            for box in of_rank[place]:
-                holders.setdefault(box, []).append(rank)
-        for box, ranks in holders.items():
-            writer = min(ranks, key=loads.__getitem__)
-            loads[writer] += math.prod(end - begin for begin, end in box) * one.part.element_size()
-            shares[writer].add((one.label, box))
-    return shares
+def _num_bytes(one: SourceTensor, box: Box) -> int:
+    """Return the size of a box of a tensor in bytes."""
+    return math.prod(end - begin for begin, end in box) * one.part.element_size()
 
 
 def _copied(one: SourceTensor, box: Box, where: tuple[slice, ...]) -> Part:

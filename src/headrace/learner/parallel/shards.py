@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from headrace.learner.parallel.parts import SavedTensor
+
+H = TypeVar("H", bound=Hashable)
+"""The boxes of tensors that ranks hold, in whatever form the caller describes them."""
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -86,6 +90,30 @@ def _runs(indices: list[int]) -> list[range]:
     groups = itertools.groupby(enumerate(indices), key=lambda each: each[1] - each[0])
     runs = [[index for _, index in group] for _, group in groups]
     return [range(run[0], run[-1] + 1) for run in runs]
+
+
+def assigned(held_boxes: Sequence[Sequence[Sequence[H]]], size: Callable[[int, H], int]) -> list[set[tuple[int, H]]]:
+    """Return, for each rank, the boxes that it sends or writes for all, each with the index of its tensor. A box that
+    several ranks hold goes to the one that has the fewest bytes so far, so every rank returns the same.
+
+    ``held_boxes`` are, for each rank and each tensor, the boxes that the rank holds; ``size`` returns the bytes of a
+    box of the tensor with a given index.
+
+    >>> assigned([[["a"], ["b"]], [["a"], ["b"]]], lambda tensor, box: 1)
+    [{(0, 'a')}, {(1, 'b')}]
+    """
+    loads = [0] * len(held_boxes)
+    shares: list[set[tuple[int, H]]] = [set() for _ in held_boxes]
+    for tensor in range(len(held_boxes[0])):
+        holders: dict[H, list[int]] = {}
+        for rank, of_rank in enumerate(held_boxes):
+            for box in of_rank[tensor]:
+                holders.setdefault(box, []).append(rank)
+        for box, ranks in holders.items():
+            chosen = min(ranks, key=loads.__getitem__)
+            loads[chosen] += size(tensor, box)
+            shares[chosen].add((tensor, box))
+    return shares
 
 
 def copies(tensor: Tensor, world: int) -> int:

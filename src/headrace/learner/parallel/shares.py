@@ -7,11 +7,10 @@ from math import prod
 
 import msgspec
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from headrace.base.errors import WeightsError
+from headrace.base.errors import ConfigError
 from headrace.learner.parallel.mesh import AnyRanks
+from headrace.learner.parallel.shards import assigned, held
 from headrace.sync.pieces import Box
 
 
@@ -22,40 +21,38 @@ class _HeldPart(msgspec.Struct, frozen=True):
     shape: tuple[int, ...]
 
 
-def held_part(tensor: Tensor) -> Box:
-    """Return which part of ``tensor`` this rank holds: all of it, if it is not sharded. Raises
-    :class:`~headrace.base.errors.WeightsError` if what it holds does not have the shape that its sharding says."""
-    if not isinstance(tensor, DTensor):
-        return Box(starts=(0,) * tensor.ndim, shape=tuple(tensor.shape))
-    shape, starts = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(tensor.to_local().shape) != tuple(shape):
-        raise WeightsError(
-            f"a rank holds {list(tensor.to_local().shape)} of a tensor {list(tensor.shape)}, and its sharding "
-            f"{tensor.placements} says {list(shape)}",
-            remedy="set another sync.transport, by which rank 0 gathers the weights",
-        )
-    return Box(starts=tuple(starts), shape=tuple(shape))
+def held_part(name: str, tensor: Tensor) -> Box:
+    """Return which part of the ``tensor`` called ``name`` this rank holds: all of it, if it is not sharded. Raises
+    :class:`~headrace.base.errors.ConfigError` if it holds several ranges of an axis, which are no box."""
+    axes = held(tensor)
+    for ranges in axes:
+        if len(ranges) > 1:
+            raise ConfigError(
+                f"sync.transport='group' sends parts that are one range of each axis, and a rank of the learner holds "
+                f"{len(ranges)} ranges of {name}",
+                remedy="set sync.transport = 'http' or 'shm', by which rank 0 sends whole tensors",
+            )
+    runs = [ranges[0] if ranges else range(0) for ranges in axes]
+    return Box(starts=tuple(run.start for run in runs), shape=tuple(map(len, runs)))
 
 
 def shared_out(tensors: Mapping[str, Tensor], ranks: AnyRanks) -> list[dict[str, Box]]:
-    """Return, for each rank, the part of each tensor that it sends. A part that several ranks hold is sent by the one
-    that has the fewest bytes to send so far. Every rank gets the same result; all must call this at the same time."""
-    parts = [held_part(tensor) for tensor in tensors.values()]
+    """Return, for each rank, the part of each tensor that it sends. A part that several ranks hold is sent by one of
+    them. Every rank gets the same result; all must call this at the same time. Raises
+    :class:`~headrace.base.errors.ConfigError` as :func:`held_part` does."""
+    parts = [held_part(name, tensor) for name, tensor in tensors.items()]
     message = msgspec.json.encode([_HeldPart(part.starts, part.shape) for part in parts])
-    held = [msgspec.json.decode(each, type=list[_HeldPart]) for each in ranks.gather(message)]
-    return share_out(tensors, [[Box(starts=part.starts, shape=part.shape) for part in each] for each in held])
+    everybody = [msgspec.json.decode(each, type=list[_HeldPart]) for each in ranks.gather(message)]
+    return share_out(tensors, [[Box(starts=part.starts, shape=part.shape) for part in each] for each in everybody])
 
 
-def share_out(tensors: Mapping[str, Tensor], held: Sequence[Sequence[Box]]) -> list[dict[str, Box]]:
+def share_out(tensors: Mapping[str, Tensor], held_parts: Sequence[Sequence[Box]]) -> list[dict[str, Box]]:
     """Return what :func:`shared_out` does, from the parts of ``tensors`` that each rank holds, in their order."""
-    shares: list[dict[str, Box]] = [{} for _ in held]
-    sizes = [0] * len(held)
-    for index, (name, tensor) in enumerate(tensors.items()):
-        for part in dict.fromkeys(parts[index] for parts in held):
-            if not prod(part.shape) and tensor.numel():
-                continue
-            holders = [rank for rank, parts in enumerate(held) if parts[index] == part]
-            sender = min(holders, key=lambda rank: sizes[rank])
-            sizes[sender] += prod(part.shape) * tensor.element_size()
-            shares[sender][name] = part
-    return shares
+    names, sizes = list(tensors), [tensor.element_size() for tensor in tensors.values()]
+    empty = [not tensor.numel() for tensor in tensors.values()]
+    # an empty part is sent only if the whole tensor is empty
+    boxes = [
+        [[part] if prod(part.shape) or empty[index] else [] for index, part in enumerate(parts)] for parts in held_parts
+    ]
+    shares = assigned(boxes, lambda index, part: prod(part.shape) * sizes[index])
+    return [{names[index]: part for index, part in sorted(share, key=lambda each: each[0])} for share in shares]
