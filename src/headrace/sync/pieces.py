@@ -104,7 +104,8 @@ def buckets(layout: RankLayout, largest: int = BUCKET_BYTES) -> list[Bucket]:
     for block in _cut(layout, largest):
         entry, group = block.entry, groups[-1]
         joined_bytes = entry.offset_bytes + entry.num_bytes - group[0].entry.offset_bytes if group else 0
-        if group and max(joined_bytes, group[-1].entry.num_bytes, entry.num_bytes) >= min(largest, ALONE_BYTES):
+        alone = group and max(group[-1].entry.num_bytes, entry.num_bytes) >= ALONE_BYTES
+        if alone or (group and joined_bytes > largest):
             groups.append([])
         groups[-1].append(block)
     return [_bucket(group) for group in groups if group]
