@@ -24,7 +24,7 @@ from headrace.base.clock import RealClock
 from headrace.base.errors import ConfigError, NeedsFull, WeightsError
 from headrace.base.types.weights import BUCKET_BYTES
 from headrace.sync import http as uploads
-from headrace.sync.config import Route
+from headrace.sync.config import TRANSPORTS, Route, SyncConfig
 from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import TOKEN, Pair, equal, line
 
@@ -292,6 +292,19 @@ def test_learner_that_is_killed_in_a_transfer_is_noticed_at_once(tmp_path: Path,
             receiver.commit(0)
         assert engine["w"].any() == (fate == "lives")
         learner.kill()
+
+
+def test_the_former_name_of_groups_is_refused_with_the_present_one() -> None:
+    with pytest.raises(ConfigError, match=r"sync\.transport='collective' has another name now: group") as refused:
+        TRANSPORTS.load("collective")
+    assert refused.value.remedy == "write group"
+
+
+def test_an_address_where_no_engine_could_meet_the_learner_is_refused() -> None:
+    with pytest.raises(ValueError, match="is not an address that an engine could connect to"):
+        SyncConfig.model_validate({"transport": "group", "host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match="the learner cannot listen there"):
+        make_publisher(Route(transport="group", host="192.0.2.1"), {"w": torch.ones(2)})
 
 
 def test_group_without_a_receiver_is_refused_by_the_learner(tmp_path: Path) -> None:

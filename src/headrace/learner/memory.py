@@ -45,7 +45,7 @@ class MemoryPlan:
     """Bytes of attention's scores that all layers together keep for a pair of tokens of one sample; 0 where no scores
     are kept. A pass may be a single sample, so that each of its tokens makes a pair with every one."""
     layer_pair_bytes: int
-    """The same for the one layer that keeps most."""
+    """Bytes of scores for such a pair in the layer that keeps the most of them."""
     num_layers: int
     """Number of layers of the model."""
     trained: int

@@ -5,8 +5,8 @@
                      ``model-*.safetensors``: the weights once more, whole, made of the shards beside the training
     an adapter       the first rank writes it, with its moments, as one process does: every rank has the whole of it
 
-A snapshot is an ordinary model directory in each case. Whoever restores it reads from the shards, or from the whole
-tensors of one process and of older programs, only the parts that its rank holds. Nothing is pickled.
+A snapshot is an ordinary model directory in each case. A rank that restores it reads only the parts that it holds, from
+the shards, or from the whole tensors of one process and of older programs. Nothing is pickled.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ class _Stored:
     path: Path
     """The file."""
     file: Any
-    """The same file, opened by safetensors."""
+    """The open file: a reader of safetensors."""
     key: str
     """Name of the box in the file."""
     at: tuple[int, ...]
