@@ -103,6 +103,11 @@ def test_killed_workers_leave_no_process_and_their_images_go_with_the_next_drive
     assert (listed(sandboxes, "images"), listed(sandboxes, "ps", "--all")) == before
 
 
+def test_ways_outside_are_refused_by_name(sandboxes: Sandboxes) -> None:
+    with pytest.raises(EpisodeError, match=r"forwards=.*cannot be served"):
+        sandboxes.start(loopback=True, forwards={8008: "127.0.0.1:80"})
+
+
 def test_stopped_sessions_and_released_snapshots_leave_nothing(sandboxes: Sandboxes) -> None:
     session = sandboxes.start()
     snapshot = sandboxes(session.snapshot())

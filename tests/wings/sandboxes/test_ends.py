@@ -192,6 +192,8 @@ from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
 
 async def main():
     async with await open_sandboxes(sys.argv[1]) as driver:
+        async with await driver.start(SandboxSpec(loopback=True, forwards={8008: "127.0.0.1:9"})) as connected:
+            print((await connected.run(": < /dev/tcp/127.0.0.1/8008 && echo connected")).stdout)
         session = await driver.start(SandboxSpec())
         print(sorted(driver.missing), sorted(session.missing), os.getuid())
         print((await session.run("id -u; grep -c 'CapEff.*0000000000000000' /proc/self/status")).stdout.split())
@@ -229,6 +231,7 @@ def test_a_user_without_rights_has_sessions_too_and_is_told_what_is_weaker(kind:
     done = subprocess.run(other, capture_output=True, text=True, check=False, env=environment, cwd="/")
     assert done.stderr == ""
     lines = [line for line in done.stdout.splitlines() if line]
+    assert lines.pop(0) == "connected"
     assert lines[:5] == ["['user'] ['user'] 65534", "['65534', '1']", "processes fine", "y", "trapped"]
     assert len(lines) > 5  # the fork works, or the damaged place of a mount is named
 

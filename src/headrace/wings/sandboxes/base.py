@@ -70,6 +70,11 @@ class SandboxSpec:
     """Environment variables besides ``PATH``, ``HOME`` and ``LANG``, or those of the image."""
     image: str = ""
     """The image that the files begin as, for kinds that have images; empty: the one of the driver's settings."""
+    loopback: bool = False
+    """Whether programs in the session can reach each other by TCP and UDP over 127.0.0.1."""
+    forwards: Mapping[int, str] = field(default_factory=dict)
+    """Ports of 127.0.0.1 in the session that lead to a TCP address outside, each by its port: ``HOST:PORT``. They are
+    all that the session can reach, and need ``loopback``."""
 
 
 class SessionState(enum.StrEnum):
@@ -379,6 +384,13 @@ def refuse_invalid(spec: SandboxSpec) -> None:
         raise ConfigError(f"life_s={spec.life_s} leaves nothing", remedy="set life_s > 0")
     if not spec.directory.startswith("/"):
         raise ConfigError(f"directory={spec.directory!r} is not a full path", remedy="begin it with a slash")
+    for port, address in spec.forwards.items():
+        host, _, number = address.rpartition(":")
+        if not (spec.loopback and 1024 <= port < 1 << 16 and host and number.isdecimal() and 0 < int(number) < 1 << 16):
+            raise ConfigError(
+                f"forwards={{{port}: {address!r}}} cannot be served",
+                remedy="set loopback=True, and write {PORT: 'HOST:PORT'} with ports from 1024 to 65535 in the session",
+            )
     for name, value in spec.variables.items():
         if not name or "=" in name or "\0" in name + value:
             raise ConfigError(f"variables[{name!r}] cannot be set", remedy="give names without '=' and zero bytes")

@@ -7,24 +7,20 @@ answer ─▶ action ─▶ command in the session ─▶ its output is what the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field
 
-from headrace.base.config import Section
-from headrace.base.errors import ConfigError, DataError, EnvError, EpisodeError
 from headrace.base.types.chat import Message
 from headrace.rollout.environments.interface import Env, Messages, StepResult
 from headrace.rollout.scoring.sandbox import Finished, Reason
-from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession, swe
+from headrace.wings.sandboxes import SandboxSession
 from headrace.wings.sandboxes.moments import ForkedWorld
-from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
+from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
+from headrace.wings.sandboxes.tasks import TaskDirectory
 from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds
 
 SUBMIT = "submit"
@@ -40,81 +36,27 @@ _SYSTEM = {
 """What a model is told, by the form of its actions."""
 
 
-class ShellSettings(Section):
+class ShellSettings(WorldSettings):
     """The settings of the environment: ``env.options``."""
 
-    sandbox: str = "jail"
-    """The kind of sandbox: ``jail``, ``bubblewrap``, or what an installed package offers."""
     action: Literal["block", "line", "tool"] = "block"
     """How an answer gives a command: as a block in triple backquotes, as its whole text, or as a call of a tool."""
     system: str | None = None
     """The system prompt; unset: one that explains the form of actions; empty: none."""
-    driver: dict[str, Any] = Field(default_factory=dict)
-    """The settings of the kind of sandbox, such as ``client`` of docker."""
-    image: Literal["none", "machine", "task"] = "none"
-    """What becomes of tasks that name an image. ``none``: their episodes fail by name. ``machine``: the system of this
-    machine takes the place of the image, and the steps of the Dockerfile are carried out in it. ``task``: sessions
-    begin in the image, and the steps are carried out in it; only some kinds have images, such as docker."""
-    image_names: str = "swebench/sweb.eval.x86_64.{id_1776}:latest"
-    """The image of a row of SWE-bench that names none. ``{instance_id}`` is its id, ``{id_1776}`` and ``{id_s}`` are
-    the id in small letters with ``_1776_`` or ``_s_`` for ``__``."""
-    repositories: str = ""
-    """The folder of the repositories (``OWNER/NAME`` or ``OWNER__NAME``) of rows of SWE-bench, for ``image =
-    "machine"``."""
-    test_command: str = ""
-    """The command that runs the named tests of a row of SWE-bench, before the files of the tests; unset: pytest."""
-    offline: bool = False
-    """Whether tasks that ask for a network are attempted without one; if not, their episodes fail by name."""
     commands: int = Field(default=30, ge=1)
     """The most commands of an episode; after the last one its tests are run."""
     command_s: float = Field(default=60.0, gt=0)
     """The longest time of one command, in seconds."""
-    memory_mb: int = Field(default=1024, ge=64)
-    """The most memory of one session, in MiB; a task that asks for less gets less."""
-    disk_mb: int = Field(default=512, ge=1)
-    """The most files of one session and of its environment, in MiB each; they take memory."""
-    processes: int = Field(default=64, ge=4)
-    """The most processes of one session."""
     output_chars: int = Field(default=8000, ge=100)
     """The most characters of a command's output that the model reads: its beginning and its end."""
-    readable: tuple[str, ...] = ()
-    """Paths of this machine that sessions can read, besides the system and this Python."""
-    may_lack: tuple[str, ...] = ("user", "network", "process numbers", "overlay")
-    """Guards that this system may refuse; an episode fails if another one is missing. A missing network namespace is
-    replaced by the filter of system calls."""
-    environments: int = Field(default=32, ge=1)
-    """The number of tasks whose environments are kept by each worker, so that an episode begins with a fork."""
     episodes: int = Field(default=64, ge=0)
     """The number of episodes that have ended whose worlds are kept by each worker, so that branches of them
     (``flow.pivots``) continue from the moment where they leave. Branches of others run the commands again."""
 
-    @model_validator(mode="after")
-    def _sandbox_is_known(self) -> Self:
-        """Refuse a kind of sandbox that nobody offers."""
-        SANDBOXES.offer(self.sandbox)
-        return self
-
     @property
     def worlds(self) -> WorldConfig:
         """What the worlds of all tasks have in common."""
-        limits = replace(
-            LIMITS,
-            wall_s=self.command_s,
-            memory_bytes=self.memory_mb * MIB,
-            disk_bytes=self.disk_mb * MIB,
-            file_bytes=self.disk_mb * MIB,
-            processes=self.processes,
-        )
-        return WorldConfig(
-            kind=self.sandbox,
-            readable=self.readable,
-            limits=limits,
-            kept=self.environments,
-            episodes=self.episodes,
-            options=json.dumps(self.driver, sort_keys=True),
-            images=self.image == "task",
-            repositories=self.repositories,
-        )
+        return self.world_config(command_s=self.command_s, episodes=self.episodes)
 
 
 class ShellEnv(Env):
@@ -122,15 +64,7 @@ class ShellEnv(Env):
 
     def __init__(self, **options: Any) -> None:
         """Read ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for one that cannot be used."""
-        try:
-            self.settings = ShellSettings(**options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise EnvError(
-                f"env.options.{'.'.join(map(str, first['loc']))}: {first['msg']}", remedy="see docs/sandboxes.md"
-            ) from None
-        except ConfigError as error:
-            raise EnvError(f"env.options: {error.problem}", remedy=error.remedy) from None
+        self.settings = read_settings(ShellSettings, options)
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
         self._task: TaskDirectory | None = None
         self._world: ForkedWorld | None = None
@@ -139,12 +73,12 @@ class ShellEnv(Env):
 
     async def reset(self, task: Mapping[str, Any]) -> Messages:
         """Begin an episode: fork the world of the task, and return its instruction."""
-        self._task = self._read_task(task)
+        self._task = self.settings.read_task(task)
         worlds = shared_worlds(self.settings.worlds)
-        key = str(task.get("directory", task.get("instance_id")))
+        key = task_key(task)
         self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self.attempt_kind)
         if self._world.session is not None:
-            self._refuse_unguarded(self._world.session)
+            self.settings.refuse_unguarded(self._world.session)
         self._until_s = now_s() + self._task.agent_s
         system = _SYSTEM[self.settings.action] if self.settings.system is None else self.settings.system
         messages = [Message(role="system", content=system)] if system else []
@@ -190,56 +124,13 @@ class ShellEnv(Env):
         """Return the session of the attempt, which begins where a branch leaves its origin."""
         assert self._world is not None
         session = await self._world.enter(self._observe)
-        self._refuse_unguarded(session)
+        self.settings.refuse_unguarded(session)
         return session
 
     async def _observe(self, session: SandboxSession, command: str) -> str:
         """Run a command in a session, and return what the model reads of its result."""
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
         return self._observation(await session.run(command, limits=replace(session.spec.limits, wall_s=left_s)))
-
-    def _read_task(self, row: Mapping[str, Any]) -> TaskDirectory:
-        """Return the task of a row. Raises :class:`~headrace.base.errors.EpisodeError` for one that cannot be
-        attempted."""
-        if "directory" not in row and not swe.is_row(row):
-            raise EpisodeError(
-                "the row has no column 'directory', nor those of SWE-bench",
-                remedy="set data.path to task directories, or to rows with instance_id and FAIL_TO_PASS",
-                reason="task_invalid",
-            )
-        try:
-            if "directory" in row:
-                task = open_task(Path(row["directory"]))
-            else:
-                task = swe.open_row(row, self.settings.image_names, self.settings.test_command)
-        except DataError as error:
-            raise EpisodeError(error.problem, remedy=error.remedy, reason="task_invalid") from None
-        if task.image and self.settings.image == "none":
-            raise EpisodeError(
-                f"the task {task.name} needs the image {task.image!r}, which sandboxes of kind "
-                f"{self.settings.sandbox!r} do not have",
-                remedy="set env.options.image = 'task' for a kind with images, or 'machine' if the system of this "
-                "machine can take its place",
-                reason="task_image",
-            )
-        if task.asks_network and not self.settings.offline:
-            raise EpisodeError(
-                f"the task {task.name} asks for a network, and sessions have none",
-                remedy="set env.options.offline = true if it can be done without",
-                reason="task_network",
-            )
-        return task
-
-    def _refuse_unguarded(self, session: SandboxSession) -> None:
-        """Raise :class:`~headrace.base.errors.EpisodeError` where the session lacks a guard that it must have."""
-        refused = {name: why for name, why in session.missing.items() if name not in self.settings.may_lack}
-        if refused:
-            words = "; ".join(f"{name} ({why})" for name, why in refused.items())
-            raise EpisodeError(
-                f"the sandbox lacks guards on this machine: {words}",
-                remedy=f"allow them, or accept it: env.options.may_lack = {[*self.settings.may_lack, *refused]}",
-                reason="sandbox_weak",
-            )
 
     def _command_in(self, message: Message) -> str | None:
         """Return the command of an answer; ``None`` if it has none, or several."""

@@ -51,6 +51,10 @@ class WorldConfig:
     """Whether sessions begin in the images that tasks name."""
     repositories: str = ""
     """The folder of the repositories of tasks that are rows, where no image has them."""
+    loopback: bool = False
+    """Whether sessions have a loopback network."""
+    forwards: tuple[tuple[int, str], ...] = ()
+    """The ways out of sessions: a port of their 127.0.0.1, and the address to which it leads."""
 
 
 class Worlds:
@@ -127,6 +131,8 @@ class Worlds:
             directory=task.directory,
             variables=task.variables,
             image=task.image if self._config.images else "",
+            loopback=self._config.loopback,
+            forwards=dict(self._config.forwards),
         )
         async with await driver.start(spec) as session:
             if task.named is not None:

@@ -12,6 +12,7 @@ import os
 import resource
 import signal
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
@@ -115,7 +116,7 @@ class Jail:
         for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores some of them
             signal.signal(number, signal.SIG_DFL)
         guard(self.missing, "privileges", kernel.forbid_new_privileges)
-        guard(self.missing, "system calls", kernel.filter_calls)
+        guard(self.missing, "system calls", partial(kernel.filter_calls, loopback=self.order.get("loopback", False)))
 
 
 def own_mounts() -> None:

@@ -23,6 +23,8 @@ _PLACE = {"x86_64": 0, "aarch64": 1}.get(_MACHINE)
 """The index of this processor's numbers in the table below; ``None``: they are unknown."""
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _PIVOT_ROOT, _CLONE, _SOCKET = (155, 41), (56, 220), (41, 198)
+_UNIX, _INET, _INET6 = 1, 2, 10  # families of sockets, as linux/socket.h numbers them
+_STREAM, _DATAGRAM, _TCP, _UDP = 1, 2, 6, 17  # their types (linux/net.h) and protocols (linux/in.h)
 _CLONE3 = (435, 435)
 _REFUSED = {
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
@@ -119,23 +121,25 @@ def forbid_new_privileges() -> None:
     _prctl(_NO_NEW_PRIVILEGES, 1)
 
 
-def filter_calls() -> None:
+def filter_calls(*, loopback: bool = False) -> None:
     """Refuse, from now on, network sockets, namespaces and the system calls in ``_REFUSED``; this cannot be undone.
+    With ``loopback``, sockets of IPv4 and IPv6 are allowed: for processes whose network namespace has nothing else
+    than the loopback interface.
 
     Call after :func:`forbid_new_privileges`.
     """
     if _PLACE is None:
         raise OSError(f"seccomp: system calls are not known on {_MACHINE}")
-    program = b"".join(_instructions(_PLACE))
+    program = b"".join(_instructions(_PLACE, loopback=loopback))
     lines = ctypes.create_string_buffer(program)
     header = ctypes.create_string_buffer(struct.pack("HL", len(program) // 8, ctypes.addressof(lines)))
     _prctl(_SECCOMP, _FILTER, ctypes.addressof(header))
 
 
-def _instructions(place: int) -> Iterable[bytes]:
+def _instructions(place: int, *, loopback: bool) -> Iterable[bytes]:
     """Yield the filter of system calls as instructions of classic BPF (linux/filter.h). ``place`` is the column of this
     processor's call numbers in the tables above."""
-    load, equal, at_least, any_bit, leave = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, both, equal, at_least, any_bit, leave = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
     allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026  # EPERM, ENOSYS
 
     def line(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
@@ -158,8 +162,12 @@ def _instructions(place: int) -> Iterable[bytes]:
     yield line(any_bit, _ANY_NAMESPACE, 0, 1)
     yield line(leave, refuse)
     yield line(load, 0)
-    yield line(equal, _SOCKET[place], 0, 3)
-    yield line(load, 16)
-    yield line(equal, 1, 1, 0)  # AF_UNIX
+    sockets = [line(load, 16), line(equal, _UNIX, 11 if loopback else 1, 0)]
+    if loopback:  # TCP and UDP, and no protocol for which the kernel would load a module
+        sockets += [line(equal, _INET, 1, 0), line(equal, _INET6, 0, 8)]
+        sockets += [line(load, 24), line(both, 0xF), line(equal, _STREAM, 1, 0), line(equal, _DATAGRAM, 0, 4)]
+        sockets += [line(load, 32), line(equal, 0, 3, 0), line(equal, _TCP, 2, 0), line(equal, _UDP, 1, 0)]
+    yield line(equal, _SOCKET[place], 0, len(sockets) + 1)
+    yield from sockets
     yield line(leave, refuse)
     yield line(leave, allow)

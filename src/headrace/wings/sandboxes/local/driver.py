@@ -41,6 +41,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
+from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
 STARTED_S = 20.0
@@ -168,17 +169,21 @@ class LocalDriver(SandboxDriver):
         """Return the name of the first layer of a new store."""
         return f"{next(self._numbers)}/0"
 
-    async def start_supervisor(self, order: dict[str, Any]) -> socket.socket:
-        """Have the host start a supervisor, and return the channel to it."""
+    async def start_supervisor(self, order: dict[str, Any]) -> tuple[socket.socket, socket.socket]:
+        """Have the host start a supervisor. Return the channel to it, and the socket on which the listeners of its
+        session arrive."""
         channel, other_end = socket.socketpair()
+        listeners, way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        with other_end:
+        listeners.setblocking(False)
+        with other_end, way:
             try:
-                await self._send({"do": "start", **order}, [other_end.fileno()])
+                await self._send({"do": "start", **order}, [other_end.fileno(), way.fileno()])
             except BaseException:
                 channel.close()
+                listeners.close()
                 raise
-        return channel
+        return channel, listeners
 
     async def kill(self, name: str) -> None:
         """Kill the supervisor of a session that does not answer, and with it the session."""
@@ -258,16 +263,21 @@ class LocalSession(SandboxSession):
         self._until_s = RealClock().now() + spec.life_s
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._forwards: list[PortForward] = []
 
     async def connect(self) -> None:
         """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`
         if it cannot start."""
-        channel = await self._driver.start_supervisor({
+        channel, listeners = await self._driver.start_supervisor({
             "session": self._name, "layers": self._layers, "limits": asdict(self.spec.limits), "user": self._user,
-            "life_s": max(0.0, self._until_s - RealClock().now()),
+            "life_s": max(0.0, self._until_s - RealClock().now()), "loopback": self.spec.loopback,
+            "ports": list(self.spec.forwards),
         })  # fmt: skip
-        self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
-        record, _ = await self._answer(STARTED_S)
+        with listeners:
+            self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
+            record, _ = await self._answer(STARTED_S)
+            if "error" not in record:
+                self._forwards = await serve_forwards(listeners, list(self.spec.forwards.values()))
         if "error" in record:
             self.lose(record["error"])
             raise EpisodeError(
@@ -350,11 +360,18 @@ class LocalSession(SandboxSession):
         if not self.ended:
             self.ended = reason
             self._driver.forget(self)
+            self._close_forwards()
             if self._writer is not None:
                 self._writer.close()
 
+    def _close_forwards(self) -> None:
+        """End the ways out of the session."""
+        while self._forwards:
+            self._forwards.pop().close()
+
     async def _disconnect(self) -> None:
         """Ask the supervisor for the end, and wait for the word that all processes have gone."""
+        self._close_forwards()
         if self._writer is None:
             return
         with suppress(OSError):

@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel, processes, user_namespace
-    from headrace.wings.sandboxes.local import frames, init, root, supervisor
+    from headrace.wings.sandboxes.local import frames, init, loopback, root, supervisor
 else:  # two folders, and nothing else of headrace: it starts in milliseconds
     sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), json.loads(sys.argv[2])["sandbox"]]
     import frames
     import init
     import jail
     import kernel
+    import loopback
     import processes
     import root
     import supervisor
@@ -94,14 +95,16 @@ class SandboxHost:
 
     def _obey(self) -> bool:
         """Carry out one message of the client; return ``False`` if there will be no more."""
-        data, descriptors, _, _ = socket.recv_fds(self._control, init.MESSAGE_BYTES, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._control, init.MESSAGE_BYTES, 2)
         if not data:
             return False
         message = json.loads(data)
         if message["do"] == "start":
-            with socket.socket(fileno=descriptors[0]) as channel:
+            with socket.socket(fileno=descriptors[0]) as channel, contextlib.ExitStack() as opened:
                 channel.set_inheritable(False)
-                self._start(message, channel)
+                os.set_inheritable(descriptors[1], False)
+                opened.callback(os.close, descriptors[1])
+                self._start({**message, "way": descriptors[1]}, channel)
         elif message["do"] == "kill":
             for descriptor, (name, _) in self._running.items():
                 if name == message["session"]:
@@ -149,8 +152,11 @@ class SandboxHost:
         if self._bwrap:
             session.start(partial(self._become_bubblewrap, order))
             limits = {**order["limits"], "processes": 2 * order["limits"]["processes"]}  # the supervisor comes first
-            session.introduce({"limits": limits, "missing": order["missing"], "user": order["user"]})
+            given = {name: order[name] for name in ("missing", "user", "loopback", "ports")}
+            session.introduce({"limits": limits, **given})
         else:
+            if order["loopback"] and "network" in self.missing:
+                raise OSError(f"a loopback network needs a namespace of its own: {self.missing['network']}")
             for name, flags in (("network", kernel.NEW_NET), ("ipc", kernel.NEW_IPC)):
                 if name not in self.missing:
                     kernel.unshare(flags)
@@ -172,7 +178,12 @@ class SandboxHost:
             limits["processes"] = NUMBERS  # else sessions of one user would count together
         elif os.getuid() != 0 or len(order["layers"]) > 1:
             missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
-        first = init.Init(control, jail.Jail({"limits": limits, "missing": missing}, order["user"]))
+        if order["loopback"]:
+            loopback.bring_up()
+            loopback.write_hosts()
+            loopback.send_listeners(order["ports"], order["way"])
+        isolation = {"limits": limits, "missing": missing, "loopback": order["loopback"]}
+        first = init.Init(control, jail.Jail(isolation, order["user"]))
         first.tell({"ready": True, "missing": missing, "user": order["user"]})
         first.serve()
 
@@ -186,8 +197,9 @@ class SandboxHost:
             os.setresgid(order["user"], order["user"], order["user"])
             os.setresuid(order["user"], order["user"], order["user"])
         control.set_inheritable(True)
-        words = self._bubblewrap(order["limits"]["disk_bytes"])
-        os.execve(words[0], [*words, f"{root.PROGRAM}/local/init.py", str(control.fileno())], {})
+        os.set_inheritable(order["way"], True)
+        words = [*self._bubblewrap(order["limits"]["disk_bytes"]), f"{root.PROGRAM}/local/init.py"]
+        os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
     def _bubblewrap(self, disk_bytes: int) -> list[str]:
         """Return the command that makes a sandbox with bubblewrap and starts this Python in it."""

@@ -4,9 +4,10 @@
       outside       │        └── locked in: user, limits, system calls
                     └── hidden from the commands; when it ends, the kernel ends all processes of the session
 
-As a program, ``python -I -S -B init.py CONTROL``, it is the first process of a sandbox that another program has made,
-such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it are
-JSON; the supervisor's come with the file descriptors of a command.
+As a program, ``python -I -S -B init.py CONTROL WAY``, it is the first process of a sandbox that another program has
+made, such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it
+are JSON; the supervisor's come with the file descriptors of a command. ``WAY`` is that of the socket through which
+listeners go to the client.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel
+    from headrace.wings.sandboxes.local import loopback
 else:  # the folders of the two sandboxes, and nothing else of headrace: it starts in milliseconds
     HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "sandbox")]
     import jail
     import kernel
+    import loopback
 
 MESSAGE_BYTES = 1 << 20
 """The longest message of a supervisor: a command with its environment."""
@@ -172,17 +175,21 @@ def present() -> set[int]:
     return {int(name) for name in os.listdir("/proc") if name.isdigit()} - {1}
 
 
-def main(descriptor: int) -> None:
-    """Serve as the first process of a sandbox that another program has made."""
+def main(descriptor: int, way: int) -> None:
+    """Serve as the first process of a sandbox that another program has made; its listeners go to ``way``."""
     with contextlib.suppress(OSError):
         kernel.hide_memory()
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     order = json.loads(control.recv(MESSAGE_BYTES))
+    if order["loopback"]:
+        with contextlib.suppress(OSError):  # the folder of the file belongs to another user
+            loopback.write_hosts()
+    loopback.send_listeners(order["ports"], way)
     init = Init(control, jail.Jail(order, os.getuid()))
     init.tell({"ready": True, "missing": order["missing"], "user": order["user"]})
     init.serve()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), int(sys.argv[2]))

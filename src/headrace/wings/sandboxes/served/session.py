@@ -81,7 +81,14 @@ class ServedSession(SandboxSession):
     """A session at the other end of a channel."""
 
     def __init__(self, spec: SandboxSpec) -> None:
-        """Describe a session; :meth:`attach` begins it."""
+        """Describe a session; :meth:`attach` begins it. Raises :class:`~headrace.base.errors.EpisodeError` for one
+        with forwards, which would need a program in the image that listens."""
+        if spec.forwards:
+            raise EpisodeError(
+                f"forwards={dict(spec.forwards)!r} cannot be served by this kind of sandbox",
+                remedy="choose the kind 'jail' or 'bubblewrap', or give the sandboxes a network by their settings",
+                reason="session_start",
+            )
         super().__init__(spec)
         self._channel: ServerChannel | None = None
         self._until_s = 0.0

@@ -1,0 +1,141 @@
+"""The environment ``harness``: a program that somebody else has written works on a task directory, in a session.
+
+world of the task ─fork─▶ session ── command of the program ── 127.0.0.1:PORT ─▶ endpoint of the episode
+                             └─ the program has ended, or its time is over ─▶ tests ─▶ reward
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from headrace.base.errors import ConfigError, EnvError, EpisodeError, visible
+from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.scoring.sandbox import Finished, Reason
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes import SandboxSession
+from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
+from headrace.wings.sandboxes.tasks import TaskDirectory
+from headrace.wings.sandboxes.world import grade, shared_worlds
+
+INSTRUCTION = "/tmp/headrace/instruction.md"
+"""The file of a session with the instruction of the task."""
+OUTPUT_BYTES = 16 * MIB
+"""The most that a program may write to its standard output and error; tests are run after that."""
+KEPT_BYTES = 64 * MIB
+"""The largest file that is kept."""
+FIRST_PORT = 1024
+"""The first port on which a user without rights can listen."""
+QUOTED = 600
+"""The number of characters of its last output that an error message quotes."""
+_WITH_FORWARDS = ("jail", "bubblewrap")
+"""The kinds of sandboxes whose sessions reach the endpoint, and nothing else, over their own 127.0.0.1."""
+
+
+class HarnessSettings(WorldSettings):
+    """The settings of the environment: ``env.options``."""
+
+    command: str = Field(min_length=1)
+    """The command that runs the program, as for bash, in the directory of the task. ``$HEADRACE_INSTRUCTION`` is the
+    file with the instruction; clients of OpenAI and Anthropic find the model by their variables."""
+    variables: dict[str, str] = Field(default_factory=dict)
+    """More variables of the program."""
+    keep: tuple[str, ...] = ()
+    """Files of a session that are copied to ``keep_in`` after the program has ended, such as its own transcript."""
+    keep_in: str = ""
+    """The folder of this machine for these files; each episode has a folder of its own in it, ``TASK-SEED``."""
+    on_exit_code: Literal["fail", "grade"] = "fail"
+    """What becomes of an episode whose program ends with another exit code than 0: it fails as ``program_failed``, or
+    its tests are run, as they are after the end of its time."""
+
+    @model_validator(mode="after")
+    def _kept_files_have_a_folder(self) -> Self:
+        """Refuse files to keep without a folder for them, and a folder without files."""
+        if bool(self.keep) != bool(self.keep_in):
+            raise ConfigError(
+                f"keep={list(self.keep)} and keep_in={self.keep_in!r} belong together", remedy="set both, or none"
+            )
+        return self
+
+
+async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options: Any) -> Episode:
+    """Attempt the task of a row with the program of ``env.options``, and return the reward of its tests. Raises
+    :class:`~headrace.base.errors.EpisodeError` where the world cannot be made or the program fails."""
+    settings = read_settings(HarnessSettings, options)
+    assigned = settings.read_task(task)
+    forwards, variables = _reachable(settings, policy)
+    config = settings.world_config(command_s=assigned.agent_s, forwards=forwards)
+    async with await shared_worlds(config).enter(task_key(task), assigned) as session:
+        settings.refuse_unguarded(session)
+        done = await _work(session, assigned, settings, variables)
+        await _keep_files(session, settings, f"{assigned.name}-{policy.seed}")
+        if done.reason is Reason.EXITED and not done.ok and settings.on_exit_code == "fail":
+            raise EpisodeError(
+                f"the program of the task {assigned.name} ended with exit code {done.exit_code}{_quoted(done)}",
+                remedy="correct env.options.command, or set env.options.on_exit_code = 'grade'",
+                reason="program_failed",
+            )
+        return Episode(reward=await grade(session, assigned))
+
+
+async def _work(
+    session: SandboxSession, task: TaskDirectory, settings: HarnessSettings, variables: Mapping[str, str]
+) -> Finished:
+    """Run the program on its task until it ends or its time is over."""
+    await session.write({INSTRUCTION: task.instruction})
+    given = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
+    session.variables = {**session.variables, **given}
+    limits = replace(
+        session.spec.limits, wall_s=task.agent_s, cpu_s=max(1, int(task.agent_s)), output_bytes=OUTPUT_BYTES
+    )
+    return await session.run(settings.command, limits=limits)
+
+
+async def _keep_files(session: SandboxSession, settings: HarnessSettings, name: str) -> None:
+    """Copy the files that are to be kept to this machine; one that is not there is left out."""
+    for path in settings.keep:
+        try:
+            content = await session.read(path, KEPT_BYTES)
+        except EpisodeError as error:
+            if error.reason != "session_file":
+                raise
+            continue
+        await asyncio.to_thread(_write_file, Path(settings.keep_in, name, posixpath.basename(path)), content)
+
+
+def _write_file(path: Path, content: bytes) -> None:
+    """Write a file, and make its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+
+
+def _reachable(settings: HarnessSettings, policy: EpisodePolicy) -> tuple[tuple[tuple[int, str], ...], dict[str, str]]:
+    """Return the way from a session to the endpoint of the episode, and the variables by which the program finds it.
+    Sandboxes without such ways need a network of their own to the endpoint's address."""
+    base_url, variables = policy.base_url, policy.variables
+    if settings.sandbox not in _WITH_FORWARDS:
+        return (), dict(variables)
+    address = urlsplit(base_url)
+    if address.scheme != "http" or address.port is None or address.hostname is None:
+        raise EnvError(
+            f"sessions of kind {settings.sandbox!r} cannot reach {base_url}: its certificate is of another "
+            "name than 127.0.0.1",
+            remedy="leave env.tls_certificate out: nothing but the sessions hears it",
+        )
+    port = address.port if address.port >= FIRST_PORT else address.port + FIRST_PORT
+    inside = f"http://127.0.0.1:{port}"
+    found = {name: value.replace(base_url, inside) for name, value in variables.items()}
+    return ((port, f"{address.hostname}:{address.port}"),), found
+
+
+def _quoted(done: Finished) -> str:
+    """Return the end of a program's output, to be appended to an error; empty if it wrote nothing."""
+    text = (done.stderr.strip() or done.stdout.strip())[-QUOTED:]
+    return f": {visible(text)}" if text else ""

@@ -1,0 +1,46 @@
+"""The network of a session, which is its loopback interface. Standard library only.
+
+    first process ── listens on 127.0.0.1:PORT in the session's network ── listener ══▶ client, which serves it outside
+
+A socket belongs to the network in which it was made, whoever holds it: the client accepts the connections of a session
+without being in its network, and the session has no way out but these.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import os
+import socket
+import struct
+
+_GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
+BACKLOG = 64
+"""How many connections may wait until they are accepted."""
+_HOSTS = "/etc/hosts"
+
+
+def bring_up() -> None:
+    """Bring up the loopback interface of this process's network namespace."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        request = bytearray(struct.pack("16sH14x", b"lo", 0))
+        fcntl.ioctl(asked, _GET_FLAGS, request)
+        (flags,) = struct.unpack_from("H", request, 16)
+        struct.pack_into("H", request, 16, flags | _UP)
+        fcntl.ioctl(asked, _SET_FLAGS, bytes(request))
+
+
+def write_hosts() -> None:
+    """Give 127.0.0.1 its name, where the files of the session do not."""
+    if not os.path.lexists(_HOSTS):
+        with open(_HOSTS, "w", encoding="ascii") as file:
+            file.write("127.0.0.1 localhost\n::1 localhost\n")
+
+
+def send_listeners(ports: list[int], descriptor: int) -> None:
+    """Listen on the ports of 127.0.0.1, and send the sockets to whoever holds the other end of the socket
+    ``descriptor``, which is then closed."""
+    with socket.socket(fileno=descriptor) as way:
+        for port in ports:
+            with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listener:
+                way.sendmsg([b"+"], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [listener.fileno()]))])
