@@ -226,6 +226,22 @@ def test_a_request_that_wants_no_call_offers_no_tool(protocol: ChatProtocol, bod
     assert [tool.name for tool in protocol.parse(body, context()).request.tools] == ["f"]
 
 
+def test_what_claude_code_and_codex_send_beside_the_conversation_is_understood() -> None:
+    """A note of the system between messages is one; to keep all thinking, and to say who asks, change nothing."""
+    kept = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+    note = {"role": "system", "content": [{"type": "text", "text": "agents: none"}]}
+    body = {"max_tokens": 9, "messages": [USER, note, USER], "context_management": kept}
+    said = MESSAGES.parse(body, context()).request.messages
+    assert [(message.role, message.content) for message in said] == [
+        ("user", "hi"),
+        ("system", "agents: none"),
+        ("user", "hi"),
+    ]
+    RESPONSES.parse({"input": "hi", "client_metadata": {"turn_id": "1"}}, context())
+    with pytest.raises(Refusal, match="context_management"):
+        MESSAGES.parse({**body, "context_management": {"edits": [{**kept["edits"][0], "keep": "none"}]}}, context())
+
+
 def test_an_error_has_the_shape_of_its_protocol() -> None:
     refusal = Refusal("n=3 is odd", remedy="make it even", status=429, param="n", code="odd")
     assert CHAT.refusal(refusal)["error"]["param"] == "n"

@@ -120,6 +120,17 @@ class _MessagesInput(BodyPart):
             yield Message(role="user", content="".join(texts))
 
 
+class _MessagesNote(BodyPart):
+    """A message of the system in the middle of a conversation, as Claude Code sends them."""
+
+    role: Literal["system"]
+    content: _Text
+
+    def messages(self) -> Iterator[Message]:
+        """Yield the message in Headrace's form."""
+        yield Message(role="system", content=self.content)
+
+
 class _MessagesAnswer(BodyPart):
     """A message of a request that the policy wrote earlier."""
 
@@ -184,20 +195,26 @@ class _OutputConfig(BodyPart):
     effort: str = ""
 
 
+_ALL_THINKING_KEPT = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+"""A request to change nothing of the conversation, which Claude Code sends."""
+
+
 class _MessagesPrompt(StrictBody):
     """The part of a body that holds the conversation and the tools, which is all that a count of tokens needs."""
 
     ignored: ClassVar = frozenset({"metadata", "service_tier", "inference_geo", "cache_control", "diagnostics"})
     unsupported: ClassVar = {
         "container": (),
-        "context_management": ({},),
+        "context_management": ({}, _ALL_THINKING_KEPT),
         "mcp_servers": ([],),
         "output_format": (),
         "speed": ("standard",),
     }
     model: str = ""
     system: _Text = ""
-    messages: list[Annotated[_MessagesInput | _MessagesAnswer, Field(discriminator="role")]] = Field(min_length=1)
+    messages: list[Annotated[_MessagesInput | _MessagesNote | _MessagesAnswer, Field(discriminator="role")]] = Field(
+        min_length=1
+    )
     tools: list[_MessagesTool] = Field(default=[], max_length=1024)
     tool_choice: Annotated[str, PlainValidator(_read_choice)] = "auto"
     thinking: _ThinkingConfig = _ThinkingConfig(type="disabled")

@@ -144,6 +144,7 @@ class ResponsesBody(StrictBody):
         {
             *("user", "metadata", "store", "service_tier", "safety_identifier", "stream_options", "max_tool_calls"),
             *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+            "client_metadata",
         }
     )
     unsupported: ClassVar = {

@@ -372,10 +372,7 @@ def unusable_snapshot() -> EpisodeError:
 def refuse_invalid(spec: SandboxSpec) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a description of a session that cannot work."""
     limits = spec.limits
-    for name in SandboxLimits.__slots__:
-        value = getattr(limits, name)
-        if value <= 0:
-            raise ConfigError(f"limits.{name}={value} leaves nothing", remedy=f"set {name} > 0")
+    limits.refuse_empty()
     if limits.open_files < MIN_OPEN_FILES:
         raise ConfigError(
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"

@@ -27,6 +27,9 @@ from headrace.wings.sandboxes.world import grade, shared_worlds
 
 INSTRUCTION = "/tmp/headrace/instruction.md"
 """The file of a session with the instruction of the task."""
+COMMAND_S = 60.0
+"""The longest time of a command that makes the world of a task and has no time of its own."""
+GIB = 1 << 30
 OUTPUT_BYTES = 16 * MIB
 """The most that a program may write to its standard output and error; tests are run after that."""
 KEPT_BYTES = 64 * MIB
@@ -45,6 +48,11 @@ class HarnessSettings(WorldSettings):
     command: str = Field(min_length=1)
     """The command that runs the program, as for bash, in the directory of the task. ``$HEADRACE_INSTRUCTION`` is the
     file with the instruction; clients of OpenAI and Anthropic find the model by their variables."""
+    processes: int = Field(default=256, ge=4)
+    """The most processes and threads of one session."""
+    address_space_gb: float = Field(default=256.0, gt=0)
+    """The address space of each process of the program, in GiB: programs of Node.js and Go reserve far more than they
+    use. What they use is bounded by ``memory_mb``."""
     variables: dict[str, str] = Field(default_factory=dict)
     """More variables of the program."""
     keep: tuple[str, ...] = ()
@@ -71,7 +79,8 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
     settings = read_settings(HarnessSettings, options)
     assigned = settings.read_task(task)
     forwards, variables = _reachable(settings, policy)
-    config = settings.world_config(command_s=assigned.agent_s, forwards=forwards)
+    address_bytes = int(settings.address_space_gb * GIB)
+    config = settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards)
     async with await shared_worlds(config).enter(task_key(task), assigned) as session:
         settings.refuse_unguarded(session)
         done = await _work(session, assigned, settings, variables)
@@ -93,7 +102,9 @@ async def _work(
     given = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
     session.variables = {**session.variables, **given}
     limits = replace(
-        session.spec.limits, wall_s=task.agent_s, cpu_s=max(1, int(task.agent_s)), output_bytes=OUTPUT_BYTES
+        session.spec.limits,
+        wall_s=task.agent_s,
+        output_bytes=OUTPUT_BYTES,
     )
     return await session.run(settings.command, limits=limits)
 

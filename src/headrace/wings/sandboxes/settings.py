@@ -64,11 +64,16 @@ class WorldSettings(Section):
         return self
 
     def world_config(
-        self, *, command_s: float, episodes: int = 0, forwards: tuple[tuple[int, str], ...] = ()
+        self,
+        *,
+        command_s: float,
+        episodes: int = 0,
+        address_bytes: int | None = None,
+        forwards: tuple[tuple[int, str], ...] = (),
     ) -> WorldConfig:
         """Return what the worlds of all tasks have in common, whose commands take ``command_s`` seconds at most unless
-        they are given other limits. The moments of ``episodes`` ended episodes are kept. ``forwards`` are the ways out
-        of their sessions."""
+        they are given other limits, and whose processes have an address space of ``address_bytes``. The moments of
+        ``episodes`` ended episodes are kept. ``forwards`` are the ways out of their sessions."""
         limits = replace(
             LIMITS,
             wall_s=command_s,
@@ -76,6 +81,7 @@ class WorldSettings(Section):
             disk_bytes=self.disk_mb * MIB,
             file_bytes=self.disk_mb * MIB,
             processes=self.processes,
+            address_bytes=address_bytes,
         )
         return WorldConfig(
             kind=self.sandbox,

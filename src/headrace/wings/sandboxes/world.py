@@ -119,12 +119,13 @@ class Worlds:
     async def _make(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
         """Make the environment of a task, and return its snapshot."""
         most = self._config.limits
+        life_s = task.agent_s + task.tests_s + task.build_s
         limits = replace(
             most,
+            cpu_s=math.ceil(life_s),  # the time of each command bounds it before
             memory_bytes=min(most.memory_bytes, task.memory_bytes or most.memory_bytes),
             disk_bytes=min(most.disk_bytes, task.disk_bytes or most.disk_bytes),
         )
-        life_s = task.agent_s + task.tests_s + task.build_s
         spec = SandboxSpec(
             limits=limits,
             life_s=life_s,

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import msgspec
 
+from headrace.base.errors import ConfigError
+
 MIB = 1 << 20
 
 
@@ -19,7 +21,11 @@ class SandboxLimits:
     cpu_s: int = 10
     """The processor time of each of its processes, in seconds."""
     memory_bytes: int = 512 * MIB
-    """The address space of each of its processes, and the memory of all of them together."""
+    """The memory of all of its processes together, and the address space of each, unless that has a limit of its own.
+    """
+    address_bytes: int | None = None
+    """The address space of each of its processes; ``None``: ``memory_bytes``. Programs of Node.js and Go reserve far
+    more than they use."""
     file_bytes: int = 16 * MIB
     """The size of one file."""
     disk_bytes: int = 64 * MIB
@@ -30,6 +36,13 @@ class SandboxLimits:
     """The number of open files of each of its processes."""
     output_bytes: int = 1 * MIB
     """The size of standard output, and that of standard error."""
+
+    def refuse_empty(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` for a limit that leaves nothing."""
+        for name in self.__slots__:
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"limits.{name}={value} leaves nothing", remedy=f"set {name} > 0")
 
 
 class Reason(enum.StrEnum):

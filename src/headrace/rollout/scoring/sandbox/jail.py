@@ -104,7 +104,7 @@ class Jail:
         limits = self.order["limits"]
         bounds = {
             resource.RLIMIT_CPU: (limits["cpu_s"], limits["cpu_s"] + 1),
-            resource.RLIMIT_AS: (limits["memory_bytes"],) * 2,
+            resource.RLIMIT_AS: (limits["address_bytes"] or limits["memory_bytes"],) * 2,
             resource.RLIMIT_FSIZE: (limits["file_bytes"],) * 2,
             resource.RLIMIT_NOFILE: (limits["open_files"],) * 2,
             resource.RLIMIT_CORE: (0, 0),

@@ -103,9 +103,7 @@ def _refuse(argv: Sequence[str], files: Mapping[str, str | bytes], limits: Sandb
     for name in files:
         if name in ("", ".", "..") or "/" in name or "\0" in name:
             raise ConfigError(f"files={name!r} is not a plain name", remedy="give names without folders")
-    for name in SandboxLimits.__slots__:
-        if getattr(limits, name) <= 0:
-            raise ConfigError(f"limits.{name}={getattr(limits, name)} leaves nothing", remedy=f"set {name} > 0")
+    limits.refuse_empty()
 
 
 def _encoded(content: str | bytes) -> str:

@@ -52,7 +52,7 @@ BUFFER_BYTES = 1 << 20
 """The size of buffers between a session and this process."""
 MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
-NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace")
+NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace", "/etc/passwd", "/etc/group")
 """Paths that every session has by itself."""
 
 

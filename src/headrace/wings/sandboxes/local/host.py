@@ -172,6 +172,7 @@ class SandboxHost:
         processes.watch_ahead()
         self._layers.enter(order["layers"])
         kernel.hide_memory()
+        init.write_names(order["user"])
         limits = dict(order["limits"])
         missing = dict(self.missing)
         if _bound_numbers(limits["processes"]):
@@ -180,7 +181,6 @@ class SandboxHost:
             missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
         if order["loopback"]:
             loopback.bring_up()
-            loopback.write_hosts()
             loopback.send_listeners(order["ports"], order["way"])
         isolation = {"limits": limits, "missing": missing, "loopback": order["loopback"]}
         first = init.Init(control, jail.Jail(isolation, order["user"]))

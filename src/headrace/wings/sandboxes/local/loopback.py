@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import array
 import fcntl
-import os
 import socket
 import struct
 
 _GET_FLAGS, _SET_FLAGS, _UP = 0x8913, 0x8914, 1  # linux/sockios.h, linux/if.h
 BACKLOG = 64
 """How many connections may wait until they are accepted."""
-_HOSTS = "/etc/hosts"
 
 
 def bring_up() -> None:
@@ -28,13 +26,6 @@ def bring_up() -> None:
         (flags,) = struct.unpack_from("H", request, 16)
         struct.pack_into("H", request, 16, flags | _UP)
         fcntl.ioctl(asked, _SET_FLAGS, bytes(request))
-
-
-def write_hosts() -> None:
-    """Give 127.0.0.1 its name, where the files of the session do not."""
-    if not os.path.lexists(_HOSTS):
-        with open(_HOSTS, "w", encoding="ascii") as file:
-            file.write("127.0.0.1 localhost\n::1 localhost\n")
 
 
 def send_listeners(ports: list[int], descriptor: int) -> None:

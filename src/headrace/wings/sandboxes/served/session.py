@@ -130,7 +130,8 @@ class ServedSession(SandboxSession):
         words = [directory, *given, *argv]
         data = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words) + stdin
         numbers = (
-            len(data), len(words) - 1, int(limits.wall_s * 1e6), limits.output_bytes, limits.cpu_s, limits.memory_bytes,
+            len(data), len(words) - 1, int(limits.wall_s * 1e6), limits.output_bytes, limits.cpu_s,
+            limits.address_bytes or limits.memory_bytes,
             limits.file_bytes, limits.open_files,
         )  # fmt: skip
         nonce = secrets.token_hex(16)
