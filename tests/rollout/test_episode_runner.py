@@ -155,7 +155,7 @@ class Fails(SingleTurn):
             self.left -= 1
             raise self.error
         await episode.sample([*task.prompt_ids_T, 7, 9])
-        return AttemptOutcome(reward=0.5, turn_rewards={1: 0.5})
+        return AttemptOutcome(reward=0.5, turn_rewards={1: 0.5}, turn_extra={3: {"files": "+ a"}})
 
 
 def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> None:
@@ -165,6 +165,7 @@ def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> 
     assert [prompt for prompt, _ in engine.asked] == [[5, 6], [5, 6, 7, 9]]
     assert [turn.author for turn in episode.turns] == ["task", "policy", "user", "policy"]
     assert [turn.reward for turn in episode.turns] == [None, 0.5, None, None]
+    assert [turn.extra for turn in episode.turns] == [{}, {}, {}, {"files": "+ a"}]
 
 
 def test_an_episode_that_is_cancelled_is_not_attempted_again_whatever_its_environment_makes_of_it() -> None:

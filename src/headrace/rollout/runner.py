@@ -351,8 +351,10 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
         is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
         reward = outcome.turn_rewards.get(index)
-        stays = (reason, reward) == (turn.untrained, turn.reward)  # as most turns do
-        episode.turns.append(turn if stays else msgspec.structs.replace(turn, untrained=reason, reward=reward))
+        columns = outcome.turn_extra.get(index)
+        stays = (reason, reward, columns) == (turn.untrained, turn.reward, None)  # as most turns do
+        changes = {"untrained": reason, "reward": reward, "extra": {**turn.extra, **(columns or {})}}
+        episode.turns.append(turn if stays else msgspec.structs.replace(turn, **changes))
     episode.reward, episode.agent_rewards = outcome.reward, outcome.agent_rewards
     if outcome.agent_rewards:
         _refuse_unrewarded(episode)

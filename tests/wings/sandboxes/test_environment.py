@@ -278,3 +278,21 @@ def test_rewards_are_read_as_the_field_writes_them(
 def test_options_that_cannot_work_are_refused_by_name(options: dict[str, Any], words: str) -> None:
     with pytest.raises(EnvError, match=words):
         ShellEnv(**options)
+
+
+def test_what_commands_have_changed_is_shown_with_their_answers(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """New, changed and removed files below the directory of the task, also those whose time was set back."""
+    task = write_task(tmp_path / "one", HARBOR)
+    commands = [
+        "touch -d '2001-01-01' lib/new",
+        "cp -p answer.sh old; echo echo 42 > answer.sh; touch -r old answer.sh; rm old lib/note.txt",
+        "ls",
+        "for i in {10..40}; do touch lib/$i; done",
+    ]
+    ended, _ = attempt(runner, task, [*map(block, commands), block("submit")])
+    assert [columns.get("files", "") for columns in ended.extra.values()][:3] == [
+        "+ lib/new", "~ answer.sh, - lib/note.txt", "",
+    ]  # fmt: skip
+    assert [columns.get("files", "") for columns in ended.extra.values()][3].endswith("+ lib/21, and 19 more")
+    assert all(0 < columns["seconds"] < 60 for columns in list(ended.extra.values())[:4])
+    assert ended.reward == 1.0

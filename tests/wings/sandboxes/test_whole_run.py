@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
 from headrace.rollout.environments.data import load_rows
 from headrace.run.session import evaluate, train
@@ -45,6 +46,9 @@ def test_a_run_trains_on_task_directories_and_counts_what_cannot_be_attempted(tm
     summary = train(tree)
     assert summary.steps == 3
     assert summary.ledger.episodes.dropped["task_invalid"] >= 1
+    episodes = open_ledger(tmp_path / "run").episodes(0)
+    shown = [turn.extra for episode in episodes for turn in episode.turns if turn.stop_reason is not None]
+    assert any("seconds" in columns for columns in shown)
 
 
 @pytest.mark.slow

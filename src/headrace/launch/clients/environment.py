@@ -246,7 +246,11 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             )
         reward = None if self._config.scored else done.reward
         return AttemptOutcome(
-            reward=reward, turn_rewards=done.turn_rewards, agent_rewards=done.agent_rewards, trained=done.trained
+            reward=reward,
+            turn_rewards=done.turn_rewards,
+            agent_rewards=done.agent_rewards,
+            trained=done.trained,
+            turn_extra=done.turn_extra,
         )
 
     def preferred(self, call: EpisodeCall) -> EnvironmentWorker | None:

@@ -36,6 +36,7 @@ from headrace.rollout.environments.base import AS_THE_RUN
 from headrace.rollout.environments.bridges import load_environment
 from headrace.rollout.environments.entry import Rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
+from headrace.rollout.scoring.reward import plain_value
 
 ALIVE_S = 0.5
 """Seconds between two reports that this process lives."""
@@ -277,6 +278,10 @@ def _done(call: int, ended: Episode) -> EpisodeDone:
         turn_rewards=dict(ended.rewards),
         agent_rewards=dict(ended.agent_rewards),
         trained=trained,
+        turn_extra={
+            turn: {str(name): plain_value(value) for name, value in columns.items()}
+            for turn, columns in ended.extra.items()
+        },
     )
 
 

@@ -97,6 +97,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The reward of each agent, where agents are rewarded separately."""
     trained: tuple[int, ...] | None = None
     """The sampled turns that carry loss; ``None``: all of them."""
+    turn_extra: dict[int, dict[str, str | float]] = {}
+    """The columns that the environment has recorded about single turns, by their indices."""
 
 
 class Environment(Protocol):

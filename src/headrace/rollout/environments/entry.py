@@ -121,13 +121,14 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
     env = await call(kind)
     env.seed, env.attempt_kind = policy.seed, policy.attempt_kind
     rewards: dict[int, float] = {}
+    extra: dict[int, Mapping[str, str | float]] = {}
     try:
         messages = list(as_messages(await call(env.reset, task)))
         tools = tool_functions(env.tools)
         while True:
             reply = await _next(policy, messages, list(env.tools))
             if reply is None:
-                return Episode(reward=sum(rewards.values()), rewards=rewards)  # cut off: it earns no more
+                return Episode(reward=sum(rewards.values()), rewards=rewards, extra=extra)  # cut off: it earns no more
             messages.append(reply.message)
             if reply.message.tool_calls:
                 messages += await call_tools(reply.message, tools, executor)
@@ -136,12 +137,14 @@ async def _play(kind: Callable[[], Env], executor: Executor, task: Mapping[str, 
             reward = as_reward(result.reward)
             if reward is not None:
                 rewards[reply.turn] = reward
+            if result.extra:
+                extra[reply.turn] = result.extra
             if result.done:
                 break
             messages += as_messages(result.messages)
     finally:
         await call(env.close)
-    return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards)
+    return Episode(reward=sum(rewards.values()) if rewards else None, rewards=rewards, extra=extra)
 
 
 async def _next(policy: EpisodePolicy, messages: list[Message], tools: list[Callable[..., Any]]) -> Reply | None:
@@ -180,6 +183,7 @@ def _as_episode(returned: Episode) -> Episode:
         rewards=_as_rewards(returned.rewards),
         agent_rewards=_as_rewards({str(agent): value for agent, value in returned.agent_rewards.items()}),
         trained=returned.trained,
+        extra=returned.extra,
     )
 
 

@@ -39,6 +39,8 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     has earned so far. ``None``: no statement about this answer."""
     done: bool = False
     """Whether the episode is over."""
+    extra: Mapping[str, str | float] = {}
+    """Columns about this answer that are shown with the episode, such as what a command has changed."""
 
 
 class Env:

@@ -131,6 +131,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     agents whose answers carry loss."""
     trained: Sequence[Reply] | None = None
     """The answers that carry loss (the others do not, with the reason ``not_chosen``); ``None``: all of them."""
+    extra: Mapping[int, Mapping[str, str | float]] = {}
+    """Columns about single answers that are shown with the episode, by ``reply.turn``."""
 
 
 def _as_options(options: Mapping[str, Any]) -> ChatOptions:

@@ -248,10 +248,10 @@ class RewardLog:
         if not self._columns:
             return ()
         places = range(self._num)
-        return tuple({name: _plain(values[place]) for name, values in self._columns.items()} for place in places)
+        return tuple({name: plain_value(values[place]) for name, values in self._columns.items()} for place in places)
 
 
-def _plain(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Return a value that can be serialised: numbers and short texts unchanged, anything else as its text."""
     if value is None or isinstance(value, bool | int | float):
         return value

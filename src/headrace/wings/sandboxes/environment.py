@@ -12,16 +12,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
 from pydantic import Field
 
 from headrace.base.types.chat import Message
 from headrace.rollout.environments.interface import Env, Messages, StepResult
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.wings.sandboxes import SandboxSession
+from headrace.wings.sandboxes.changes import FileChanges
 from headrace.wings.sandboxes.moments import ForkedWorld
 from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
 from headrace.wings.sandboxes.tasks import TaskDirectory
-from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds
+from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds, task_directory
 
 SUBMIT = "submit"
 """The command that ends an episode."""
@@ -68,6 +70,8 @@ class ShellEnv(Env):
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
         self._task: TaskDirectory | None = None
         self._world: ForkedWorld | None = None
+        self._changes: FileChanges | None = None
+        self._shown: dict[str, str | float] = {}
         self._commands = 0
         self._until_s = 0.0
 
@@ -79,6 +83,7 @@ class ShellEnv(Env):
         self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self.attempt_kind)
         if self._world.session is not None:
             self.settings.refuse_unguarded(self._world.session)
+        self._changes = FileChanges(task_directory(self._task))
         self._until_s = now_s() + self._task.agent_s
         system = _SYSTEM[self.settings.action] if self.settings.system is None else self.settings.system
         messages = [Message(role="system", content=system)] if system else []
@@ -86,6 +91,12 @@ class ShellEnv(Env):
 
     async def step(self, message: Message) -> StepResult:
         """Run the command of an answer, and return its output; at the end, run the tests, and return the reward."""
+        result = await self._act(message)
+        extra, self._shown = self._shown, {}
+        return msgspec.structs.replace(result, extra=extra)
+
+    async def _act(self, message: Message) -> StepResult:
+        """Do what an answer says."""
         command = self._command_in(message)
         if command == SUBMIT or self.settings.action == "tool":
             return await self._end()
@@ -129,8 +140,15 @@ class ShellEnv(Env):
 
     async def _observe(self, session: SandboxSession, command: str) -> str:
         """Run a command in a session, and return what the model reads of its result."""
+        assert self._changes is not None
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
-        return self._observation(await session.run(command, limits=replace(session.spec.limits, wall_s=left_s)))
+        await self._changes.begin(session)
+        begun_s = now_s()
+        done = await session.run(command, limits=replace(session.spec.limits, wall_s=left_s))
+        self._shown["seconds"] = round(float(self._shown.get("seconds", 0.0)) + now_s() - begun_s, 3)
+        if files := await self._changes.look(session):
+            self._shown["files"] = ", ".join(filter(None, (str(self._shown.get("files", "")), files)))
+        return self._observation(done)
 
     def _command_in(self, message: Message) -> str | None:
         """Return the command of an answer; ``None`` if it has none, or several."""

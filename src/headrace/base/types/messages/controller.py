@@ -275,6 +275,8 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The reward of each agent; empty if all agents share the episode's."""
     trained: tuple[int, ...] | None = None
     """The indices of the sampled turns that carry loss; ``None`` for all of them."""
+    turn_extra: dict[int, dict[str, str | float]] = {}
+    """The columns that the environment has recorded about single turns, by the index of the turn."""
     reason: str = ""
     """The short name under which the run counts the failure; empty if the episode did not fail."""
     problem: str = ""
