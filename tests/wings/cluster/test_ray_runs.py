@@ -17,6 +17,9 @@ from tests.run.session.runs import Running, make_run, tiny_model, verb
 from tests.run.session.serial import same_learner
 from tests.venvs import ROOT, python_with_ray
 from tests.wings.cluster.ray_nodes import DEADLINE_S, Nodes, environment, ray_nodes
+from tests.wings.sandboxes.task_files import HARBOR, write_task
+from tests.wings.sandboxes.test_harness import AGENT
+from tests.wings.sandboxes.test_whole_run import make_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ON_RAY = {"launch": {"kind": "ray"}, "sync": {"transport": "http"}}
@@ -93,6 +96,30 @@ def test_a_synchronous_run_on_three_nodes_gives_the_weights_of_one_on_this_machi
     verb("train", near, "--set", "observe.view=none")
     assert same_learner(far / "checkpoints" / "step-000003", tmp_path / "near" / "run" / "checkpoints" / "step-000003")
     assert_balanced(books(far, nodes))
+
+
+@pytest.mark.parametrize("kind", ["shell", "harness"])
+def test_agents_work_in_sandboxes_of_other_nodes(nodes: Nodes, tmp_path: Path, kind: str) -> None:
+    """Two workers on two nodes; the programs of others reach the endpoint of their episode, wherever that is."""
+    for number in range(3):
+        write_task(tmp_path / f"tasks/{number}", HARBOR, **{"environment/agent.py": AGENT})
+    options = ["action=line", "commands=2", "system=Go."]
+    if kind == "harness":
+        options = [f"command={nodes.python} agent.py", "on_exit_code=grade", f'readable=["{nodes.python.parents[1]}"]']
+    flow = {"groups_per_step": 2, "group_size": 2}
+    env = {"kind": kind, "workers": 2, "processes": 2048}
+    engine = {"max_new_tokens": 6, "max_sequences": 16, "max_context": 1024}
+    data = {"path": str(tmp_path / "tasks")}
+    path = run_file(tmp_path / "far", make_model(tmp_path), flow=flow, env=env, engine=engine, data=data)
+    given = [f"env.options.{option}" for option in ("image=machine", *options)]
+    done = nodes.headrace("train", path, *on(nodes, *given))
+    assert done.returncode == 0, done.stdout + done.stderr
+    far = tmp_path / "far" / "run"
+    where = {part["role"]: part["node"] for part in read(far / "status.json")["components"]}
+    assert where["environment-0"] and where["environment-1"], where
+    found = books(far, nodes)
+    assert_balanced(found)
+    assert found["conservation"]["groups"]["trained"] >= 6
 
 
 def node_of(run_dir: Path, role: str) -> psutil.Process:

@@ -1,4 +1,4 @@
-"""Three hundred hostile programs in sessions of each local driver: each costs its own episode only."""
+"""Three hundred hostile programs in sessions of each driver of this machine: each costs its own episode only."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import itertools
 import random
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox import Reason
 from headrace.wings.sandboxes import LIMITS, SandboxDriver, SandboxSpec, SessionState, open_sandboxes
-from tests.wings.sandboxes.conftest import KINDS
+from tests.wings.sandboxes.conftest import KINDS, container_options, memory_folder
 
 MIB = 1 << 20
 SMALL = replace(
@@ -53,6 +54,9 @@ FAMILIES = {
         "exec 3<>/dev/tcp/127.0.0.1/{n}", PYTHON + " 'import socket; socket.create_connection((\"1.1.1.1\", {n}))'",
         PYTHON + " 'import socket; socket.socket(16, 3, {n})'", PYTHON + " 'import socket; socket.socket(17, 3, {n})'",
         "getent hosts host{n}.example.com",
+        PYTHON + " 'import socket\ns = socket.create_server((\"127.0.0.1\", 90{n}0))\n"
+        "while 1: socket.create_connection(s.getsockname()).send(bytes(1 << 16))'",
+        PYTHON + " 'import socket\nx = []\nwhile 1: x.append(socket.socket()); x[-1].setsockopt(1, 7, 1 << {n})'",
     ],
     "the first process": [
         "kill -9 1 -1", "kill -STOP 1; kill -SEGV 1; kill -{n} 1", "cat /proc/1/* > /dev/null", ": > /proc/1/mem",
@@ -87,18 +91,19 @@ FAMILIES = {
 """Hostile commands by what they attack; ``{n}`` is a number."""
 
 
-def programs() -> Iterator[tuple[str, str]]:
-    """Every hostile command with several numbers, in an order that mixes the kinds, three hundred of them."""
+def programs() -> Iterator[tuple[str, bool]]:
+    """Every hostile command with several numbers, in an order that mixes the kinds, three hundred of them; half
+    of them have a loopback network."""
     rng = random.Random(7)
-    found = [(family, command) for family, commands in FAMILIES.items() for command in commands]
-    every = [(family, command.format(n=n)) for n in (1, 3, 7, 9, 11) for family, command in found]
+    found = [command for commands in FAMILIES.values() for command in commands]
+    every = [(command.format(n=n), bool(rng.randrange(2))) for n in (1, 3, 7, 9, 11) for command in found]
     rng.shuffle(every)
     return itertools.islice(itertools.cycle(every), 300)
 
 
-async def attack(driver: SandboxDriver, family: str, command: str) -> str:
+async def attack(driver: SandboxDriver, command: str, *, loopback: bool) -> str:
     """Run a hostile command in a session of its own. Return what became of the session."""
-    async with await driver.start(SandboxSpec(limits=SMALL, life_s=40.0)) as session:
+    async with await driver.start(SandboxSpec(limits=SMALL, life_s=40.0, loopback=loopback)) as session:
         try:
             done = await session.run(command)
             assert len(done.stdout) + len(done.stderr) <= 2 * SMALL.output_bytes
@@ -123,25 +128,32 @@ async def watch(driver: SandboxDriver, over: asyncio.Event) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "podman"])
 def test_three_hundred_hostile_programs_cost_their_own_episodes_only(kind: str) -> None:
     if kind == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
+    with memory_folder() as folder:
+        options = container_options(kind, folder) if kind == "podman" else {}
+        withstand(kind, options, readable=sorted({sys.prefix, sys.base_prefix}) if options else ())
+
+
+def withstand(kind: str, options: dict[str, Any], readable: Sequence[str]) -> None:
+    """Attack the driver ``kind`` with all programs, four at once, beside a good session."""
     outcomes: dict[str, int] = {}
 
     async def body() -> int:
         over, places = asyncio.Event(), asyncio.Semaphore(4)
-        async with await open_sandboxes(kind) as driver, asyncio.TaskGroup() as group:
+        async with await open_sandboxes(kind, readable, options) as driver, asyncio.TaskGroup() as group:
             good = group.create_task(watch(driver, over))
 
-            async def one(family: str, command: str) -> None:
+            async def one(command: str, loopback: bool) -> None:
                 async with places:
-                    outcome = await attack(driver, family, command)
+                    outcome = await attack(driver, command, loopback=loopback)
                     outcomes[outcome] = outcomes.get(outcome, 0) + 1
 
             async with asyncio.TaskGroup() as attacks:
-                for family, command in programs():
-                    attacks.create_task(one(family, command))
+                for command, loopback in programs():
+                    attacks.create_task(one(command, loopback))
             over.set()
             return await good
 
