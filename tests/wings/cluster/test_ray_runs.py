@@ -116,7 +116,7 @@ def test_agents_work_in_sandboxes_of_other_nodes(nodes: Nodes, tmp_path: Path, k
     assert done.returncode == 0, done.stdout + done.stderr
     far = tmp_path / "far" / "run"
     where = {part["role"]: part["node"] for part in read(far / "status.json")["components"]}
-    assert where["environment-0"] and where["environment-1"], where
+    assert all(where[f"environment-{number}"] for number in range(2)), where
     found = books(far, nodes)
     assert_balanced(found)
     assert found["conservation"]["groups"]["trained"] >= 6

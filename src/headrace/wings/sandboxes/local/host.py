@@ -170,6 +170,8 @@ class SandboxHost:
         os.setsid()
         _silence()
         processes.watch_ahead()
+        if not self._layers.overlays and order["user"] != os.getuid():
+            self._layers.give(order["layers"][-1], order["user"])
         self._layers.enter(order["layers"])
         kernel.hide_memory()
         init.write_names(order["user"])

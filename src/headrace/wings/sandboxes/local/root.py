@@ -25,6 +25,8 @@ PLACES = ("/mnt", "/media", "/srv", "/run")
 PLAIN = kernel.NO_SUID | kernel.NO_DEVICES
 SKELETON_BYTES = 4 << 20
 """The size of the skeleton: folders and empty files."""
+PROBED = "/probed"
+"""A folder of a lower layer that is replaced to find out whether overlays work."""
 FILE_BYTES = 1 << 12
 """The least space that a file takes, on the average, which bounds their number."""
 PROGRAM = "/.headrace"
@@ -40,15 +42,16 @@ class Layers:
         """Mount the place for the files and write the skeleton with a place for each of the ``readable`` paths, in a
         mount namespace of this process."""
         jail.own_mounts()
-        self._place = _free_place(readable)
-        kernel.mount("tmpfs", self._place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
+        self.place = _free_place(readable)
+        """The folder of the machine over which the files are mounted."""
+        kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
         self.readable = readable
         self._programs: list[str] = []
         self.overlays = True
         """Whether sessions have their files in overlays; if not, each has one layer, which begins as the skeleton."""
         for name in ("skeleton", "root"):
-            os.mkdir(f"{self._place}/{name}")
-        self._write_skeleton(f"{self._place}/skeleton")
+            os.mkdir(f"{self.place}/{name}")
+        self._write_skeleton(f"{self.place}/skeleton")
 
     def _write_skeleton(self, root: str) -> None:
         """Write the folders and files that every session has, and the places of what it reads of the machine."""
@@ -67,22 +70,22 @@ class Layers:
         user can reach them: programs of another user than root bind them from there."""
         self._programs = list(programs)
         for name, path in programs.items():
-            os.mkdir(f"{self._place}/{name}")
-            kernel.mount(path, f"{self._place}/{name}", flags=kernel.BIND)
+            os.mkdir(f"{self.place}/{name}")
+            kernel.mount(path, f"{self.place}/{name}", flags=kernel.BIND)
         for path in self.readable:
             if not os.path.islink(path):
-                kernel.mount(path, f"{self._place}/skeleton{path}", flags=kernel.BIND | kernel.RECURSIVE)
+                kernel.mount(path, f"{self.place}/skeleton{path}", flags=kernel.BIND | kernel.RECURSIVE)
 
     def bubblewrap_words(self) -> list[str]:
         """Return the arguments with which bubblewrap shows the machine and makes /dev and /proc."""
         words = []
         for name in self._programs:
-            words += ["--ro-bind", f"{self._place}/{name}", f"{PROGRAM}/{name}"]
+            words += ["--ro-bind", f"{self.place}/{name}", f"{PROGRAM}/{name}"]
         for path in self.readable:
             if os.path.islink(path):
                 words += ["--symlink", os.readlink(path), path]
             else:
-                words += ["--ro-bind", f"{self._place}/skeleton{path}", path]
+                words += ["--ro-bind", f"{self.place}/skeleton{path}", path]
         for name in jail.DEVICES:
             words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         for name, target in LINKS.items():
@@ -91,30 +94,35 @@ class Layers:
 
     def add_store(self, store: str, disk_bytes: int) -> None:
         """Mount a store for the files of one session, of at most ``disk_bytes`` in all its layers."""
-        path = f"{self._place}/{store}"
+        path = f"{self.place}/{store}"
         os.mkdir(path)
         options = f"size={disk_bytes},nr_inodes={max(1 << 10, disk_bytes // FILE_BYTES)},mode=755"
         kernel.mount("tmpfs", path, "tmpfs", PLAIN, options)
 
     def remove_store(self, store: str) -> None:
         """Free a store and all its layers."""
-        kernel.unmount(f"{self._place}/{store}")
-        os.rmdir(f"{self._place}/{store}")
+        kernel.unmount(f"{self.place}/{store}")
+        os.rmdir(f"{self.place}/{store}")
 
     def add_layer(self, layer: str) -> None:
         """Make a layer, ``STORE/NUMBER``, for the files that a session will write. Every user may write to its root,
         and only remove what is his."""
         for name in ("files", "work"):
-            os.makedirs(f"{self._place}/{layer}/{name}")
+            os.makedirs(f"{self.place}/{layer}/{name}")
         if not self.overlays:
-            self._write_skeleton(f"{self._place}/{layer}/files")
-        os.chmod(f"{self._place}/{layer}/files", 0o1777)
+            self._write_skeleton(f"{self.place}/{layer}/files")
+        os.chmod(f"{self.place}/{layer}/files", 0o1777)
+
+    def give(self, layer: str, user: int) -> None:
+        """Give the folders of a new layer that is no overlay to the session's user, who unpacks copies over them."""
+        for folder, _, _ in os.walk(f"{self.place}/{layer}/files"):
+            os.chown(folder, user, user)
 
     def enter(self, layers: list[str]) -> None:
         """Make the layers the root of this process, which is the first of its session; the last of them is written to.
         Raises ``OSError`` where the kernel refuses, or where the session has damaged the places of its mounts."""
         jail.own_mounts()
-        root = f"{self._place}/root"
+        root = f"{self.place}/root"
         self._mount_files(layers, root)
         for path in self.readable:
             if not os.path.islink(path):
@@ -130,9 +138,9 @@ class Layers:
         """Mount the files of a session on ``root``. A host that is not root keeps the marks of its overlays in
         attributes that users may set."""
         if not self.overlays:
-            kernel.mount(f"{self._place}/{layers[-1]}/files", root, flags=kernel.BIND)
+            kernel.mount(f"{self.place}/{layers[-1]}/files", root, flags=kernel.BIND)
             return
-        os.chdir(self._place)  # short paths: the kernel reads one page of options
+        os.chdir(self.place)  # short paths: the kernel reads one page of options
         lower = [*(f"{layer}/files" for layer in reversed(layers[:-1])), "skeleton"]
         options = f"lowerdir={':'.join(lower)},upperdir={layers[-1]}/files,workdir={layers[-1]}/work"
         kernel.mount("overlay", root, "overlay", PLAIN, options + (",userxattr" if os.getuid() else ""))
@@ -185,6 +193,7 @@ def probe_overlay(layers: Layers) -> None:
     try:
         for layer in ("probe/0", "probe/1"):
             layers.add_layer(layer)
+        os.mkdir(f"{layers.place}/probe/0/files{PROBED}")
         _check_overlay(layers)
     finally:
         layers.remove_store("probe")
@@ -218,8 +227,8 @@ def _exit_with_child(layers: Layers, report: int) -> None:
         return
     try:
         layers.enter(["probe/0", "probe/1"])
-        os.rmdir("/tmp")
-        os.mkdir("/tmp")
+        os.rmdir(PROBED)
+        os.mkdir(PROBED)
     except OSError as error:
         os.write(report, str(error).encode())
     finally:
