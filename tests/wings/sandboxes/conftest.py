@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import shutil
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,9 @@ KINDS = ("jail", "bubblewrap")
 CONTAINERS = ("docker", "podman")
 """Kinds that own their system: docker is a stand-in for its command line, podman is real."""
 
+HOSTED = ("e2b",)
+"""Kinds that run elsewhere: their real clients reach stand-ins for the services."""
+
 
 class Sandboxes:
     """A driver in an event loop of its own."""
@@ -33,8 +37,8 @@ class Sandboxes:
     def __init__(self, kind: str, runner: asyncio.Runner, options: dict[str, Any] | None = None) -> None:
         self.kind = kind
         self.options = options or {}
-        self.owns_system = kind in CONTAINERS
-        self.pace = {"docker": 2.0, "podman": 8.0}.get(kind, 1.0)
+        self.owns_system = kind in CONTAINERS + HOSTED
+        self.pace = {"docker": 2.0, "podman": 8.0, "e2b": 4.0, "modal": 4.0}.get(kind, 1.0)
         """How much longer a start takes than in the jail."""
         self._runner = runner
         self.driver: SandboxDriver = self(open_sandboxes(kind, (), self.options))
@@ -87,13 +91,39 @@ def memory_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.fixture(scope="module", params=[*KINDS, "docker", pytest.param("podman", marks=pytest.mark.slow)])
+@contextmanager
+def hosted_service(kind: str, folder: Path) -> Iterator[Any]:
+    """A stand-in for a service, in whose environment its client package reaches it; skips where it cannot be."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make the machines of the stand-in here")
+    pytest.importorskip(kind)
+    module = importlib.import_module(f"tests.wings.sandboxes.fake_{kind}")
+    try:
+        service = module.SERVICE(folder)
+    except OSError as error:
+        pytest.skip(str(error))
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in service.environment.items():
+            patched.setenv(name, value)
+        try:
+            yield service
+        finally:
+            service.stop()
+
+
+@pytest.fixture(
+    scope="module",
+    params=[*KINDS, "docker", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("podman", *HOSTED))],
+)
 def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
     """A driver of each kind: what is tested with it is the contract."""
     if request.param == "bubblewrap" and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    with asyncio.Runner() as runner, memory_folder() as folder:
+    with asyncio.Runner() as runner, memory_folder() as folder, ExitStack() as services:
         options = container_options(request.param, folder) if request.param in CONTAINERS else {}
+        if request.param in HOSTED:
+            services.enter_context(hosted_service(request.param, folder))
+            options = {"image": "tree:base"}
         made = Sandboxes(request.param, runner, options)
         yield made
         made(made.driver.close())

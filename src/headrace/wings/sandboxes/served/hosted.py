@@ -1,0 +1,380 @@
+"""What the drivers of sandbox services have in common: sessions that are machines of somebody else.
+
+    HostedDriver ── create, keep, remove ── the service's client
+         │ HostedSession ══ HostedChannel ══ launcher ── server.sh
+
+A launcher starts the server: where the machine allows it, as the first process of a process space of its own, so that
+no command can end it, and without the rights of root. The service ends each machine when the session's time is over;
+machines and snapshots carry the name of their owner, and the next driver removes what belongs to processes that died.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from headrace.base.clock import RealClock
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError, EnvError
+from headrace.wings.sandboxes.base import (
+    SandboxDriver,
+    SandboxSnapshot,
+    SandboxSpec,
+    refuse_invalid,
+    unusable_snapshot,
+)
+from headrace.wings.sandboxes.served.containers import LABEL, LINE_BYTES, owner_name
+from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_program
+
+S = TypeVar("S", bound=Section)
+T = TypeVar("T")
+CALL_S = 120.0
+"""The longest time of a call of a service."""
+END_S = 20.0
+"""How long the end of a machine is waited for. One that is not confirmed by then ends at its time."""
+MOST_GREETINGS = 100
+"""How many lines may come before the launcher's."""
+PREFIX = "headrace-snapshot-"
+"""How the names of snapshots begin, where a service names them."""
+_LAUNCHER = """
+program=$1 encoded=$2 rights=$3
+shift 3
+space=(unshare --pid --fork --mount-proc --kill-child) lock=(setpriv --bounding-set=-all --inh-caps=-all --no-new-privs)
+said=headrace-launcher
+"${space[@]}" true 2> /dev/null || { space=() && said+=' first-process'; }
+[[ $rights ]] && lock=()
+[[ $rights ]] || "${lock[@]}" true 2> /dev/null || { lock=() && said+=' rights'; }
+echo "$said"
+lines='while part=$(dd bs=49152 count=1 status=none | base64 -w 0) && [[ $part ]]; do printf "%s\\n" "$part"; done'
+if [[ $encoded && $space ]]; then
+  "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@" | eval "$lines"
+  exit
+fi
+[[ $encoded ]] && program="exec > >($lines)"$'\n'$program
+exec "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@"
+"""
+"""A program of bash that says which guards it lacks, and becomes the server. What turns its output into lines of base64
+runs outside the server's process space, where no command can end it; where there is none, in the server's session."""
+_LACKS = {
+    "first process": "the server is no first process here (unshare is refused): a command that kills all ends its session",
+    "rights": "commands keep the rights of their user here (setpriv is refused)",
+}
+"""What is said of a guard that a launcher lacks."""
+
+
+def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool) -> list[str]:
+    """Return the arguments of ``bash`` that serve a session on a hosted machine. ``encoded`` sends the server's output
+    as lines of base64, for clients that only pass text; with ``rights``, commands keep those of root."""
+    numbers = (int(spec.life_s * 1e6), spec.limits.processes, spec.limits.memory_bytes)
+    flags = ("1" if flag else "" for flag in (encoded, rights))
+    return ["-c", _LAUNCHER, "launcher", server_program(), *flags, *map(str, numbers)]
+
+
+def is_of_launcher(line: bytes) -> bool:
+    """Return whether a line is the first one of the launcher, and not what an image's profile says to its users."""
+    return line.startswith(b"headrace-launcher")
+
+
+def whole_seconds(spec: SandboxSpec) -> int:
+    """Return the time after which a service ends the machine of a session."""
+    return max(1, math.ceil(spec.life_s))
+
+
+def settings_of(section: type[S], kind: str, options: Mapping[str, Any]) -> S:
+    """Return the settings of a kind. Raises :class:`~headrace.base.errors.ConfigError` for one that does not fit."""
+    try:
+        return section(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
+        ) from None
+
+
+def refuse_readable(kind: str, readable: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for paths of this machine, which no service can show."""
+    if readable:
+        raise ConfigError(
+            f"readable={list(readable)} cannot be shown to sandboxes of kind {kind!r}, which run elsewhere",
+            remedy="leave readable empty, and put the files into the image",
+        )
+
+
+def missing_client(kind: str) -> EnvError:
+    """Return the error for a kind whose client package is not installed."""
+    return EnvError(
+        f"sandboxes of kind {kind!r} need the package {kind!r}, which is not installed",
+        remedy=f"pip install 'headrace[{kind}]'",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptFiles:
+    """The files of a snapshot, which the service keeps."""
+
+    name: str
+    """What the service calls them."""
+    below: str
+    """The snapshot that the session had begun with; empty if none."""
+
+
+class HostedChannel(ServerChannel):
+    """The standard streams of a launcher, read piece by piece."""
+
+    def __init__(self) -> None:
+        """Begin with nothing read."""
+        self.lacks: dict[str, str] = {}
+        """The guards that the launcher lacks, each with the cause; known after the first line."""
+        self._said = False
+        self._read = bytearray()
+
+    @abstractmethod
+    async def piece(self) -> bytes:
+        """Return the next bytes of the server; empty at the end of the stream."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End the machine; an error is swallowed, since the service ends it at its time."""
+
+    async def kill(self) -> None:
+        """End the machine."""
+        await self.close()
+
+    async def line(self) -> bytes:
+        """Return the next line of the server."""
+        if not self._said:
+            self._said = True
+            said = b""
+            for _ in range(MOST_GREETINGS):
+                if is_of_launcher(said := await self._line()):
+                    break
+            self.lacks = {name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in said.split()}
+        return await self._line()
+
+    async def exactly(self, size: int) -> bytes:
+        """Return the next bytes of the server."""
+        while len(self._read) < size:
+            if not (more := await self.piece()):
+                raise EOFError("the server has gone")
+            self._read += more
+        return self._taken(size)
+
+    async def _line(self) -> bytes:
+        """Return the next line, or what there is of one at the end. Raises ``ValueError`` for a line without end."""
+        start = 0
+        while (end := self._read.find(b"\n", start)) < 0:
+            start = len(self._read)
+            if start > LINE_BYTES:
+                raise ValueError("a line has no end")
+            if not (more := await self.piece()):
+                return self._taken(start)
+            self._read += more
+        return self._taken(end + 1)
+
+    def _taken(self, size: int) -> bytes:
+        """Take the first bytes of what was read."""
+        data = bytes(self._read[:size])
+        del self._read[:size]
+        return data
+
+
+class HostedSession(ServedSession):
+    """A session on a machine of a service."""
+
+    def __init__(self, driver: HostedDriver, spec: SandboxSpec, name: str, below: str) -> None:
+        """Describe a session whose machine carries ``name``; ``below`` is the snapshot that it continues."""
+        super().__init__(spec)
+        self.name = name
+        self.below = below
+        self.machine: Any = None
+        """The machine, as the service's client knows it."""
+        self._driver = driver
+
+    async def begin(self, channel: HostedChannel, begun_s: float) -> None:
+        """Attach the server of a machine whose time began at ``begun_s``, or soon after it."""
+        await self.attach(channel)
+        self.missing = {**self._driver.missing, **channel.lacks}
+        self._until_s = begun_s + self.spec.life_s
+
+    async def take_files(self) -> KeptFiles:
+        """Have the service keep the files."""
+        return await self._driver.keep_files(self)
+
+    async def give_up(self, reason: str) -> None:
+        """End the session at once; what the client says of the end is part of the reason."""
+        if not self.ended and self._channel is not None and (words := await self._channel.last_words()):
+            reason = f"{reason} ({words})"
+        await super().give_up(reason)
+
+    async def left(self) -> None:
+        """Take the session out of the books."""
+        await self._driver.forget(self)
+
+
+class HostedDriver(SandboxDriver):
+    """Sessions on machines of a service. Drivers of services define what is abstract here."""
+
+    def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
+        """Describe a driver whose sessions begin as ``image`` unless their spec names one."""
+        self.kind = kind
+        self.owner = owner_name()
+        """The name of this process, which its machines and snapshots carry."""
+        self.missing = dict(missing)
+        self._image = image
+        self._numbers = count()
+        self._sessions: set[HostedSession] = set()
+        self._uses: Counter[str] = Counter()
+        self.tasks = asyncio.TaskGroup()
+        """Where the tasks of channels and of machines that nobody waits for any more run."""
+
+    @abstractmethod
+    async def create(self, session: HostedSession, origin: str) -> HostedChannel:
+        """Make a machine of an image, or of the snapshot ``session.below``, and start the launcher on it. Raises
+        :class:`~headrace.base.errors.HeadraceError` without leaving a machine."""
+
+    @abstractmethod
+    async def keep(self, session: HostedSession, name: str) -> str:
+        """Have the service keep the files of a session, under a name if it names them. Return what it calls them."""
+
+    @abstractmethod
+    async def remove(self, kept: str) -> None:
+        """Remove what was kept. An error is swallowed: a later driver removes it, or its time is over."""
+
+    @abstractmethod
+    async def sweep(self) -> None:
+        """Remove machines and snapshots whose owner has died. Raises :class:`~headrace.base.errors.EnvError` if the
+        service is not reached, or refuses the key."""
+
+    async def opened(self) -> None:
+        """Reach the service, and remove what dead owners have left."""
+        await self.tasks.__aenter__()
+        try:
+            async with asyncio.timeout(CALL_S):
+                await self.sweep()
+        except TimeoutError:
+            await self.tasks.__aexit__(None, None, None)
+            raise EnvError(
+                f"the service of sandboxes of kind {self.kind!r} does not answer within {CALL_S:g} s",
+                remedy="look at the network of this machine",
+            ) from None
+        except BaseException:
+            await self.tasks.__aexit__(None, None, None)
+            raise
+
+    async def start(self, spec: SandboxSpec) -> HostedSession:
+        """Make a machine of the image, and make the session's directory."""
+        refuse_invalid(spec)
+        image = spec.image or self._image
+        if not image:
+            raise ConfigError(
+                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
+            )
+        session = await self._begin(spec, image, below="")
+        await session.prepare()
+        return session
+
+    async def fork(self, snapshot: SandboxSnapshot) -> HostedSession:
+        """Make a machine of a snapshot."""
+        files = snapshot.files
+        if snapshot.released or not isinstance(files, KeptFiles) or files.name not in self._uses:
+            raise unusable_snapshot()
+        session = await self._begin(snapshot.spec, files.name, below=files.name)
+        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
+        return session
+
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Have the service remove a snapshot, as soon as no fork is built on it."""
+        if not snapshot.released:
+            snapshot.released = True
+            if isinstance(snapshot.files, KeptFiles):
+                await self._drop(snapshot.files.name)
+                await self._drop(snapshot.files.below)
+
+    async def close(self) -> None:
+        """End all machines, and have all snapshots removed."""
+        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
+        kept, self._uses = list(self._uses), Counter()
+        for name in reversed(kept):
+            await self.remove(name)
+        await self.tasks.__aexit__(None, None, None)
+
+    async def keep_files(self, session: HostedSession) -> KeptFiles:
+        """Return the present files of a session as the service keeps them."""
+        async with asyncio.timeout(CALL_S):
+            name = await self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}")
+        self._uses[name] = 1
+        if session.below:
+            self._uses[session.below] += 1
+        return KeptFiles(name=name, below=session.below)
+
+    async def forget(self, session: HostedSession) -> None:
+        """Take a session that has ended out of the books."""
+        if session in self._sessions:
+            self._sessions.remove(session)
+            await self._drop(session.below)
+
+    def tags(self, session: HostedSession) -> dict[str, str]:
+        """Return what the machine of a session carries."""
+        return {"headrace": "session", LABEL: self.owner, "headrace.session": session.name}
+
+    async def _drop(self, kept: str) -> None:
+        """Count one use less of a snapshot, and have it removed after the last one."""
+        if kept in self._uses:
+            self._uses[kept] -= 1
+            if not self._uses[kept]:
+                del self._uses[kept]
+                await self.remove(kept)
+
+    async def _begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
+        """Make a machine, and wait until its server is ready."""
+        session = HostedSession(self, spec, f"headrace-{self.owner}-{next(self._numbers)}", below)
+        if below:
+            self._uses[below] += 1
+        self._sessions.add(session)
+        begun_s = RealClock().now()
+        making = self.tasks.create_task(_outcome(self.create(session, origin)))
+        try:
+            channel = await asyncio.shield(making)
+        except BaseException:
+            # the service may make the machine all the same: whoever made it ends it
+            self.tasks.create_task(_end_made(making))
+            await session.give_up("its start was cut off")
+            raise
+        if isinstance(channel, Exception):
+            await session.give_up("its machine did not start")
+            raise channel
+        await session.begin(channel, begun_s)
+        return session
+
+
+async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
+    """Return what a call returns, or the error that it raises."""
+    try:
+        async with asyncio.timeout(CALL_S):
+            return await call
+    except Exception as error:  # noqa: BLE001 - a boundary: whoever waits for the call gets the error
+        return error
+
+
+async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
+    """End a machine that nobody waits for any more, as soon as it is made."""
+    made = await making
+    if isinstance(made, HostedChannel):
+        await made.kill()
+
+
+async def quietly(call: Coroutine[Any, Any, Any]) -> None:
+    """Wait for a call whose failure changes nothing, at most as long as an end may take."""
+    with suppress(Exception):
+        async with asyncio.timeout(END_S):
+            await call
