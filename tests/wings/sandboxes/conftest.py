@@ -27,7 +27,7 @@ KINDS = ("jail", "bubblewrap")
 CONTAINERS = ("docker", "podman")
 """Kinds that own their system: docker is a stand-in for its command line, podman is real."""
 
-HOSTED = ("e2b",)
+HOSTED = ("e2b", "modal")
 """Kinds that run elsewhere: their real clients reach stand-ins for the services."""
 
 

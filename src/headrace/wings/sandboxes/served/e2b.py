@@ -28,11 +28,12 @@ from headrace.wings.sandboxes.served.hosted import (
     HostedSession,
     is_of_launcher,
     launcher_arguments,
-    missing_client,
     quietly,
+    refuse_missing,
     refuse_readable,
     settings_of,
     whole_seconds,
+    words_of,
 )
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class E2BChannel(HostedChannel):
             f"exec bash {shlex.join(words)}", background=True, user=settings.user, cwd="/", stdin=True, timeout=0,
             on_stdout=self._take, retain_output=False,
         )  # fmt: skip
-        self._driver.tasks.create_task(self._watch(self._handle))
+        self._driver.watch(self._watch(self._handle))
 
     async def send(self, data: bytes) -> None:
         """Send bytes to the server."""
@@ -93,7 +94,7 @@ class E2BChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 await self._handle.send_stdin(data[start : start + SENT_BYTES])
         except Exception as error:  # the client raises many kinds of errors, without one base
-            self._ended = self._ended or _words(error)
+            self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
     async def piece(self) -> bytes:
@@ -125,7 +126,7 @@ class E2BChannel(HostedChannel):
         try:
             await handle.wait()
         except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
-            self._ended = self._ended or _words(error)
+            self._ended = self._ended or words_of(error)
         await self._pieces.put(b"")
 
 
@@ -166,19 +167,23 @@ class E2BDriver(HostedDriver):
 
     async def keep(self, session: HostedSession, name: str) -> str:
         """Make a template of a sandbox: of its files alone, or of its memory too where the service cannot."""
-        from e2b import SandboxException
-
         try:
-            if self._files_only:
-                try:
-                    return str((await session.machine.create_snapshot(name, mode="filesystem")).snapshot_id)
-                except SandboxException as error:
-                    if error.status_code not in _ONLY_WHOLE:
-                        raise
-                    self._files_only = False
-            return str((await session.machine.create_snapshot(name)).snapshot_id)
+            return await self._snapshot(session.machine, name)
         except Exception as error:
             raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+
+    async def _snapshot(self, sandbox: AsyncSandbox, name: str) -> str:
+        """Return the id of a new template."""
+        from e2b import SandboxException
+
+        if self._files_only:
+            try:
+                return (await sandbox.create_snapshot(name, mode="filesystem")).snapshot_id
+            except SandboxException as error:
+                if error.status_code not in _ONLY_WHOLE:
+                    raise
+                self._files_only = False
+        return (await sandbox.create_snapshot(name)).snapshot_id
 
     async def remove(self, kept: str) -> None:
         """Remove a template."""
@@ -191,21 +196,25 @@ class E2BDriver(HostedDriver):
         from e2b import AsyncSandbox, SandboxQuery
 
         try:
-            sandboxes = AsyncSandbox.list(SandboxQuery(metadata={"headrace": "session"}))
-            while sandboxes.has_next:
-                for info in await sandboxes.next_items():
-                    if is_dead((info.metadata or {}).get(LABEL, "")):
-                        await AsyncSandbox.kill(info.sandbox_id)
-            snapshots = AsyncSandbox.list_snapshots()
-            while snapshots.has_next:
-                for kept in await snapshots.next_items():
-                    if any(_is_left(name) for name in kept.names):
-                        await AsyncSandbox.delete_snapshot(kept.snapshot_id)
+            for info in await _all(AsyncSandbox.list(SandboxQuery(metadata={"headrace": "session"}))):
+                if is_dead((info.metadata or {}).get(LABEL, "")):
+                    await AsyncSandbox.kill(info.sandbox_id)
+            for kept in await _all(AsyncSandbox.list_snapshots()):
+                if any(_is_left(name) for name in kept.names):
+                    await AsyncSandbox.delete_snapshot(kept.snapshot_id)
         except Exception as error:
             raise EnvError(
-                f"E2B cannot be used: {_words(error)}",
+                f"E2B cannot be used: {words_of(error)}",
                 remedy="set E2B_API_KEY to a key of your team, and look at status.e2b.dev",
             ) from error
+
+
+async def _all(pages: Any) -> list[Any]:
+    """Return what all pages of a list have."""
+    found: list[Any] = []
+    while pages.has_next:
+        found += await pages.next_items()
+    return found
 
 
 async def _end_old_servers(sandbox: AsyncSandbox) -> None:
@@ -224,7 +233,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
     """Return the error of this package for one of the client, with the client's words and what helps."""
     from e2b import AuthenticationException, RateLimitException, ServiceBusyException
 
-    words = f"{what}: {_words(error)}"
+    words = f"{what}: {words_of(error)}"
     if isinstance(error, AuthenticationException):
         return EnvError(words, remedy="set E2B_API_KEY to a key of your team")
     if isinstance(error, RateLimitException | ServiceBusyException):
@@ -232,11 +241,6 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
             words, remedy="run fewer sessions at once, or ask E2B for a higher limit", reason="session_quota"
         )
     return EpisodeError(words, remedy="name a template that is there, and look at status.e2b.dev", reason=reason)
-
-
-def _words(error: BaseException) -> str:
-    """Return the words of an error, in one line and not without end."""
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def _plain(line: str) -> bytes:
@@ -254,10 +258,7 @@ def _decoded(line: str) -> bytes:
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
     """Open the driver of E2B. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
     settings = settings_of(E2BSettings, "e2b", options)
-    try:
-        import e2b  # noqa: F401
-    except ImportError:
-        raise missing_client("e2b") from None
+    refuse_missing("e2b")
     refuse_readable("e2b", readable)
     driver = E2BDriver(settings)
     await driver.opened()

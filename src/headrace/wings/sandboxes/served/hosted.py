@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from itertools import count
 from typing import Any, TypeVar
 
@@ -65,7 +66,7 @@ exec "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@"
 """A program of bash that says which guards it lacks, and becomes the server. What turns its output into lines of base64
 runs outside the server's process space, where no command can end it; where there is none, in the server's session."""
 _LACKS = {
-    "first process": "the server is no first process here (unshare is refused): a command that kills all ends its session",
+    "first process": "the server is no first process here (unshare is refused): a `kill -1` ends the session",
     "rights": "commands keep the rights of their user here (setpriv is refused)",
 }
 """What is said of a guard that a launcher lacks."""
@@ -110,12 +111,18 @@ def refuse_readable(kind: str, readable: Sequence[str]) -> None:
         )
 
 
-def missing_client(kind: str) -> EnvError:
-    """Return the error for a kind whose client package is not installed."""
-    return EnvError(
-        f"sandboxes of kind {kind!r} need the package {kind!r}, which is not installed",
-        remedy=f"pip install 'headrace[{kind}]'",
-    )
+def refuse_missing(kind: str) -> None:
+    """Raise :class:`~headrace.base.errors.EnvError` if the client package of a kind, of the same name, is missing."""
+    if find_spec(kind) is None:
+        raise EnvError(
+            f"sandboxes of kind {kind!r} need the package {kind!r}, which is not installed",
+            remedy=f"pip install 'headrace[{kind}]'",
+        )
+
+
+def words_of(error: BaseException) -> str:
+    """Return the words of a client's error, in one line and not without end."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +241,7 @@ class HostedDriver(SandboxDriver):
         self._numbers = count()
         self._sessions: set[HostedSession] = set()
         self._uses: Counter[str] = Counter()
-        self.tasks = asyncio.TaskGroup()
-        """Where the tasks of channels and of machines that nobody waits for any more run."""
+        self._tasks = asyncio.TaskGroup()
 
     @abstractmethod
     async def create(self, session: HostedSession, origin: str) -> HostedChannel:
@@ -257,18 +263,18 @@ class HostedDriver(SandboxDriver):
 
     async def opened(self) -> None:
         """Reach the service, and remove what dead owners have left."""
-        await self.tasks.__aenter__()
+        await self._tasks.__aenter__()
         try:
             async with asyncio.timeout(CALL_S):
                 await self.sweep()
         except TimeoutError:
-            await self.tasks.__aexit__(None, None, None)
+            await self._tasks.__aexit__(None, None, None)
             raise EnvError(
                 f"the service of sandboxes of kind {self.kind!r} does not answer within {CALL_S:g} s",
                 remedy="look at the network of this machine",
             ) from None
         except BaseException:
-            await self.tasks.__aexit__(None, None, None)
+            await self._tasks.__aexit__(None, None, None)
             raise
 
     async def start(self, spec: SandboxSpec) -> HostedSession:
@@ -306,7 +312,7 @@ class HostedDriver(SandboxDriver):
         kept, self._uses = list(self._uses), Counter()
         for name in reversed(kept):
             await self.remove(name)
-        await self.tasks.__aexit__(None, None, None)
+        await self._tasks.__aexit__(None, None, None)
 
     async def keep_files(self, session: HostedSession) -> KeptFiles:
         """Return the present files of a session as the service keeps them."""
@@ -322,6 +328,10 @@ class HostedDriver(SandboxDriver):
         if session in self._sessions:
             self._sessions.remove(session)
             await self._drop(session.below)
+
+    def watch(self, call: Coroutine[Any, Any, None]) -> None:
+        """Have a call that raises nothing run beside the sessions; :meth:`close` waits for its end."""
+        self._tasks.create_task(call)
 
     def tags(self, session: HostedSession) -> dict[str, str]:
         """Return what the machine of a session carries."""
@@ -342,12 +352,12 @@ class HostedDriver(SandboxDriver):
             self._uses[below] += 1
         self._sessions.add(session)
         begun_s = RealClock().now()
-        making = self.tasks.create_task(_outcome(self.create(session, origin)))
+        making = self._tasks.create_task(_outcome(self.create(session, origin)))
         try:
             channel = await asyncio.shield(making)
         except BaseException:
             # the service may make the machine all the same: whoever made it ends it
-            self.tasks.create_task(_end_made(making))
+            self._tasks.create_task(_end_made(making))
             await session.give_up("its start was cut off")
             raise
         if isinstance(channel, Exception):

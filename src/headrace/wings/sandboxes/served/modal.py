@@ -1,0 +1,204 @@
+"""Sessions in sandboxes of Modal, by its own client (``pip install 'headrace[modal]'``).
+
+    ModalDriver ── Sandbox.create ── machine of an image ── exec(text=False) ══ server.sh
+                ── snapshot_filesystem: an image of its files, a fork a machine of it
+
+The client reads its token from ``MODAL_TOKEN_ID`` and ``MODAL_TOKEN_SECRET``, or its own file of settings. It resumes a
+stream whose connection was cut at the byte where it was, so that a short cut costs nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from headrace.base.config import Section
+from headrace.base.errors import EnvError, EpisodeError, HeadraceError
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.served.containers import LABEL, OWN_BYTES, is_dead
+from headrace.wings.sandboxes.served.hosted import (
+    HostedChannel,
+    HostedDriver,
+    HostedSession,
+    launcher_arguments,
+    quietly,
+    refuse_missing,
+    refuse_readable,
+    settings_of,
+    whole_seconds,
+    words_of,
+)
+
+if TYPE_CHECKING:
+    import modal
+
+SENT_BYTES = 1 << 20
+"""The most bytes of one call that sends input: the client refuses more than 2 MiB."""
+_MISSING = {"disk": "Modal cannot bound the files of a session below the disk of its sandboxes"}
+"""What the service does not hold."""
+
+
+class ModalSettings(Section):
+    """The settings of sandboxes of Modal: ``env.options.driver``."""
+
+    image: str = ""
+    """The image of sessions whose task names none: of a registry, or an id of Modal (im-...)."""
+    app: str = "headrace"
+    """The app to which the sandboxes belong; it is made if there is none."""
+    network: bool = False
+    """Whether sessions reach the network."""
+    cpus: float | None = Field(default=None, gt=0)
+    """The processors that one sandbox may use; unset: what Modal gives."""
+    rights: bool = False
+    """Whether commands keep the rights of root in the sandbox; else they have none."""
+    snapshot_s: int = Field(default=86400, ge=60)
+    """The time after which Modal removes a snapshot that nobody has released, in seconds."""
+
+
+class ModalChannel(HostedChannel):
+    """The standard streams of the server in a sandbox."""
+
+    def __init__(self, sandbox: modal.Sandbox) -> None:
+        """Use a sandbox; :meth:`run` starts the server."""
+        super().__init__()
+        self._sandbox = sandbox
+        self._process: Any = None
+        self._output: AsyncIterator[bytes] | None = None
+        self._ended = ""
+
+    async def run(self, session: HostedSession, settings: ModalSettings) -> None:
+        """Start the launcher."""
+        from modal.stream_type import StreamType
+
+        words = launcher_arguments(session.spec, encoded=False, rights=settings.rights)
+        self._process = await self._sandbox.exec.aio(
+            "bash", *words, text=False, workdir="/", stderr=StreamType.DEVNULL
+        )  # fmt: skip
+        self._output = aiter(self._process.stdout)
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes to the server."""
+        try:
+            for start in range(0, len(data), SENT_BYTES):
+                self._process.stdin.write(data[start : start + SENT_BYTES])
+                await self._process.stdin.drain.aio()
+        except Exception as error:  # the client raises many kinds of errors, without one base
+            self._ended = self._ended or words_of(error)
+            raise OSError(f"input cannot be sent: {error}") from error
+
+    async def piece(self) -> bytes:
+        """Return the next bytes of the server."""
+        assert self._output is not None
+        try:
+            return await anext(self._output)
+        except StopAsyncIteration:
+            return b""
+        except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
+            self._ended = self._ended or words_of(error)
+            return b""
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        await quietly(self._sandbox.terminate.aio())
+        await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
+
+    async def last_words(self) -> str:
+        """Return what the client has said of the end of the server; empty if nothing."""
+        return self._ended
+
+
+class ModalDriver(HostedDriver):
+    """Sessions in sandboxes of Modal. Use :func:`open_modal`."""
+
+    def __init__(self, settings: ModalSettings) -> None:
+        """Describe a driver with these settings."""
+        super().__init__("modal", settings.image, _MISSING)
+        self.settings = settings
+        self._app: modal.App | None = None
+
+    async def create(self, session: HostedSession, origin: str) -> ModalChannel:
+        """Make a sandbox of an image, and start the launcher in it."""
+        import modal
+
+        memory = (session.spec.limits.memory_bytes + OWN_BYTES) // MIB
+        named = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
+        try:
+            sandbox = await modal.Sandbox.create.aio(
+                "sleep",
+                "infinity",
+                app=self._app,
+                image=named(origin),
+                tags=self.tags(session),
+                timeout=whole_seconds(session.spec),
+                cpu=None if self.settings.cpus is None else (self.settings.cpus, self.settings.cpus),
+                memory=(memory, memory),
+                block_network=not self.settings.network,
+            )
+        except Exception as error:
+            raise _refusal(error, f"a session cannot start from {origin!r}") from error
+        session.machine = sandbox
+        channel = ModalChannel(sandbox)
+        try:
+            await channel.run(session, self.settings)
+        except BaseException as error:
+            await asyncio.shield(channel.close())
+            if isinstance(error, Exception):
+                raise _refusal(error, f"a session cannot start in a sandbox of {origin!r}") from error
+            raise
+        return channel
+
+    async def keep(self, session: HostedSession, name: str) -> str:
+        """Make an image of the files of a sandbox."""
+        try:
+            image = await session.machine.snapshot_filesystem.aio(ttl=self.settings.snapshot_s)
+        except Exception as error:
+            raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+        return str(image.object_id)
+
+    async def remove(self, kept: str) -> None:
+        """Remove an image."""
+        import modal.experimental
+
+        await quietly(modal.experimental.image_delete.aio(kept))
+
+    async def sweep(self) -> None:
+        """End sandboxes whose owner has died. Images of snapshots end by themselves."""
+        import modal
+
+        try:
+            self._app = await modal.App.lookup.aio(self.settings.app, create_if_missing=True)
+            async for sandbox in modal.Sandbox.list.aio(app_id=self._app.app_id, tags={"headrace": "session"}):
+                if is_dead((await sandbox.get_tags.aio()).get(LABEL, "")):
+                    await sandbox.terminate.aio()
+        except Exception as error:
+            raise EnvError(
+                f"Modal cannot be used: {words_of(error)}",
+                remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET, and look at status.modal.com",
+            ) from error
+
+
+def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
+    """Return the error of this package for one of the client, with the client's words and what helps."""
+    from modal.exception import AuthError, PermissionDeniedError, ResourceExhaustedError
+
+    words = f"{what}: {words_of(error)}"
+    if isinstance(error, AuthError | PermissionDeniedError):
+        return EnvError(words, remedy="set MODAL_TOKEN_ID and MODAL_TOKEN_SECRET to a token of your workspace")
+    if isinstance(error, ResourceExhaustedError):
+        return EpisodeError(
+            words, remedy="run fewer sessions at once, or ask Modal for a higher limit", reason="session_quota"
+        )
+    return EpisodeError(words, remedy="name an image that is there, and look at status.modal.com", reason=reason)
+
+
+async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDriver:
+    """Open the driver of Modal. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
+    settings = settings_of(ModalSettings, "modal", options)
+    refuse_missing("modal")
+    refuse_readable("modal", readable)
+    driver = ModalDriver(settings)
+    await driver.opened()
+    return driver
