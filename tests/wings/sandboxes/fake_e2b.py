@@ -58,6 +58,8 @@ class FakeE2B(ServiceThread):
         self._serving = asyncio.run_coroutine_threadsafe(self._server.serve([self._socket]), self.loop)
 
     def stop(self) -> None:
+        if self.loop.is_closed():
+            return
         self._server.force_exit = self._server.should_exit = True
         self._serving.result(30)
         super().stop()
@@ -180,7 +182,8 @@ class Processes:
     async def list(self, request: Any, ctx: RequestContext[Any, Any]) -> Any:
         programs = self._machine(ctx).programs
         if "old" in programs:
-            programs[programs["old"].pid] = programs.pop("old")
+            old = programs.pop("old")
+            programs[old.pid] = old
         return process_pb.ListResponse(processes=[process_pb.ProcessInfo(pid=pid) for pid in programs])
 
     async def start(self, request: Any, ctx: RequestContext[Any, Any]) -> AsyncIterator[Any]:

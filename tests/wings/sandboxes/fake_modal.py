@@ -66,6 +66,9 @@ class FakeModal(ServiceThread):
         await self._server.start(sock=listening)
 
     def stop(self) -> None:
+        if self.loop.is_closed():
+            return
+
         async def close() -> None:
             self.cut()
             self._server.close()

@@ -25,7 +25,7 @@ from pydantic import ValidationError
 
 from headrace.base.clock import RealClock
 from headrace.base.config import Section
-from headrace.base.errors import ConfigError, EnvError
+from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes.base import (
     SandboxDriver,
     SandboxSnapshot,
@@ -316,8 +316,9 @@ class HostedDriver(SandboxDriver):
 
     async def keep_files(self, session: HostedSession) -> KeptFiles:
         """Return the present files of a session as the service keeps them."""
-        async with asyncio.timeout(CALL_S):
-            name = await self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}")
+        name = await _outcome(self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}"), "session_snapshot")
+        if isinstance(name, Exception):
+            raise name
         self._uses[name] = 1
         if session.below:
             self._uses[session.below] += 1
@@ -352,7 +353,7 @@ class HostedDriver(SandboxDriver):
             self._uses[below] += 1
         self._sessions.add(session)
         begun_s = RealClock().now()
-        making = self._tasks.create_task(_outcome(self.create(session, origin)))
+        making = self._tasks.create_task(_outcome(self.create(session, origin), "session_start"))
         try:
             channel = await asyncio.shield(making)
         except BaseException:
@@ -367,11 +368,18 @@ class HostedDriver(SandboxDriver):
         return session
 
 
-async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
-    """Return what a call returns, or the error that it raises."""
+async def _outcome(call: Coroutine[Any, Any, T], reason: str) -> T | Exception:
+    """Return what a call of a service returns, or the error that it raises; one that takes too long is an
+    :class:`~headrace.base.errors.EpisodeError` with ``reason``."""
     try:
         async with asyncio.timeout(CALL_S):
             return await call
+    except TimeoutError:
+        return EpisodeError(
+            f"the service has not answered within {CALL_S:g} s",
+            remedy="look at the network of this machine, and whether the service is up",
+            reason=reason,
+        )
     except Exception as error:  # noqa: BLE001 - a boundary: whoever waits for the call gets the error
         return error
 
