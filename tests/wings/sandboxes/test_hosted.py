@@ -304,6 +304,29 @@ def test_an_answer_that_the_server_did_not_give_ends_the_session(sandboxes: Host
 
 
 @pytest.mark.slow
+def test_output_that_nobody_reads_does_not_hold_up_the_end_of_a_driver(
+    sandboxes: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sandboxes.kind != "e2b":
+        pytest.skip("the client of the other services is asked for each piece")
+    monkeypatch.setattr("headrace.wings.sandboxes.served.e2b.PIECES", 1)
+
+    async def body() -> None:
+        driver = await open_sandboxes(sandboxes.kind, (), OPTIONS)
+        session = await driver.start(SandboxSpec())
+        await session.run("(setsid sleep 4401.8 &); (sleep 0.3; echo unasked > /proc/1/fd/1) &")
+        channel: Any = session._channel  # type: ignore[attr-defined]
+        async with asyncio.timeout(30):
+            await asyncio.to_thread(wait_until, channel._pieces.full)
+            await asyncio.to_thread(sandboxes.service, sandboxes.service.machines.end(sandboxes.first_machine()))
+            await asyncio.to_thread(wait_until, channel._handle._wait.done)
+            await asyncio.to_thread(wait_until, lambda: bool(channel._ended))
+            await driver.close()
+
+    sandboxes(body())
+
+
+@pytest.mark.slow
 def test_a_service_that_goes_away_ends_sessions_by_name(sandboxes: Hosted, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "GRACE_S", 1.0)
     monkeypatch.setattr(hosted, "END_S", 1.0)

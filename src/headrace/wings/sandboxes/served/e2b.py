@@ -106,6 +106,8 @@ class E2BChannel(HostedChannel):
         await quietly(self._sandbox.kill(request_timeout=END_S))
         if self._handle is not None:
             await quietly(self._handle.disconnect())
+        while not self._pieces.empty():  # nobody reads them any more, and the end has to find room
+            self._pieces.get_nowait()
 
     async def last_words(self) -> str:
         """Return what the client has said of the end of the server; empty if nothing."""
