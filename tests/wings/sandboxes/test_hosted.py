@@ -98,13 +98,17 @@ def asked(sandboxes: Hosted) -> dict[str, Any]:
 def refuse(sandboxes: Hosted, what: str, how: str) -> None:
     """Have the service refuse to start or to keep: for a quota, or because it is broken."""
     if sandboxes.kind == "e2b":
-        status = {"quota": (429, "too many sandboxes"), "broken": (500, "it is broken")}
+        status = {"quota": (429, "too many sandboxes"), "broken": (500, "it is broken"), "key": (401, "revoked")}
         for name in {"start": ["create"], "keep": ["snapshot", "snapshot of files"]}[what]:
             sandboxes.service.refuse[name] = status[how]
         return
     from grpclib import Status
 
-    status_of = {"quota": (Status.RESOURCE_EXHAUSTED, "too many"), "broken": (Status.FAILED_PRECONDITION, "broken")}
+    status_of = {
+        "quota": (Status.RESOURCE_EXHAUSTED, "too many"),
+        "broken": (Status.FAILED_PRECONDITION, "broken"),
+        "key": (Status.UNAUTHENTICATED, "revoked"),
+    }
     name = {"start": "SandboxCreateV2", "keep": "TaskSnapshotFilesystem"}[what]
     sandboxes.service.refuse[name] = status_of[how]
 
@@ -150,6 +154,24 @@ def test_a_start_that_the_service_refuses_is_told_with_its_words(
     with pytest.raises(EpisodeError, match=f"cannot start from 'tree:base': .*{words}") as error:
         sandboxes.start()
     assert error.value.reason == reason
+
+
+def test_a_key_that_was_revoked_meanwhile_refuses_the_run(sandboxes: Hosted) -> None:
+    refuse(sandboxes, "start", "key")
+    with pytest.raises(EnvError, match="revoked"):
+        sandboxes.start()
+
+
+def test_a_closed_driver_leaves_no_machine_and_no_snapshot(sandboxes: Hosted) -> None:
+    async def body() -> None:
+        driver = await open_sandboxes(sandboxes.kind, (), OPTIONS)
+        session = await driver.start(SandboxSpec())
+        await session.snapshot()
+        await driver.close()
+        with pytest.raises(SessionEnded, match="its driver was closed"):
+            await session.run("true")
+
+    sandboxes(body())
 
 
 def test_an_image_that_is_missing_is_told_by_name(sandboxes: Hosted) -> None:
