@@ -223,17 +223,38 @@ def test_a_connection_that_is_cut_in_the_middle_of_an_answer_is_resumed_or_told(
     sandboxes.service.cut_after = None
 
 
+async def set_slow(sandboxes: Hosted, makes: bool) -> None:
+    """Whether the service makes machines, or lets the callers wait."""
+    (sandboxes.service.slow.set if makes else sandboxes.service.slow.clear)()
+
+
+def test_a_service_that_does_not_answer_is_told_by_name_and_its_late_machine_is_ended(
+    sandboxes: Hosted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted, "CALL_S", 0.3)
+    sandboxes.service(set_slow(sandboxes, False))
+    before = next(sandboxes.service.machines._numbers)
+    with pytest.raises(EpisodeError, match=r"has not answered within 0.3 s") as error:
+        sandboxes.start()
+    assert error.value.reason == "session_start"
+    sandboxes.service(set_slow(sandboxes, True))
+
+    async def body() -> None:
+        async with asyncio.timeout(30):
+            await asyncio.gather(*sandboxes.driver._tasks._tasks)  # type: ignore[attr-defined]
+
+    sandboxes(body())
+    assert next(sandboxes.service.machines._numbers) == before + 2  # one was made
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["create", "launcher"])
 def test_a_start_that_is_cut_off_leaves_no_machine(sandboxes: Hosted, at: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def set_slow(is_set: bool) -> None:
-        (sandboxes.service.slow.set if is_set else sandboxes.service.slow.clear)()
-
     if at == "launcher":  # a machine whose server never greets
         monkeypatch.setattr(hosted, "_LAUNCHER", "sleep 4401.7")
 
     async def body() -> None:
-        await asyncio.to_thread(sandboxes.service, set_slow(at == "launcher"))
+        await asyncio.to_thread(sandboxes.service, set_slow(sandboxes, at == "launcher"))
         before = len(sandboxes.service.calls)
         start = asyncio.ensure_future(sandboxes.driver.start(SandboxSpec()))
         async with asyncio.timeout(30):
@@ -244,7 +265,7 @@ def test_a_start_that_is_cut_off_leaves_no_machine(sandboxes: Hosted, at: str, m
             start.cancel()
             await asyncio.wait([start])
             assert start.cancelled()
-            await asyncio.to_thread(sandboxes.service, set_slow(True))
+            await asyncio.to_thread(sandboxes.service, set_slow(sandboxes, True))
             left = sandboxes.driver._tasks._tasks  # type: ignore[attr-defined]
             await asyncio.gather(*left, return_exceptions=True)  # the machine is made after all, and ended
 
@@ -361,6 +382,7 @@ def test_a_service_that_goes_away_ends_sessions_by_name(sandboxes: Hosted, monke
             with pytest.raises(SessionEnded, match=r"its processes were killed|did not answer"):
                 await session.run("echo x", limits=replace(LIMITS, wall_s=1.0))
             monkeypatch.setattr(hosted, "CALL_S", 2.0)
+            monkeypatch.setattr(hosted, "LATE_S", 4.0)
             with pytest.raises(EpisodeError, match=r"cannot start|has not answered within 2 s"):
                 await driver.start(SandboxSpec())
             await driver.close()

@@ -40,6 +40,8 @@ S = TypeVar("S", bound=Section)
 T = TypeVar("T")
 CALL_S = 120.0
 """The longest time of a call of a service."""
+LATE_S = 2 * CALL_S
+"""How long a machine that nobody waits for any more may take to be made, so that it can be ended."""
 END_S = 20.0
 """How long the end of a machine is waited for. One that is not confirmed by then ends at its time."""
 MOST_GREETINGS = 100
@@ -316,9 +318,11 @@ class HostedDriver(SandboxDriver):
 
     async def keep_files(self, session: HostedSession) -> KeptFiles:
         """Return the present files of a session as the service keeps them."""
-        name = await _outcome(self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}"), "session_snapshot")
-        if isinstance(name, Exception):
-            raise name
+        try:
+            async with asyncio.timeout(CALL_S):
+                name = await self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}")
+        except TimeoutError:
+            raise _late("session_snapshot") from None
         self._uses[name] = 1
         if session.below:
             self._uses[session.below] += 1
@@ -353,13 +357,16 @@ class HostedDriver(SandboxDriver):
             self._uses[below] += 1
         self._sessions.add(session)
         begun_s = RealClock().now()
-        making = self._tasks.create_task(_outcome(self.create(session, origin), "session_start"))
+        making = self._tasks.create_task(_outcome(self.create(session, origin)))
         try:
-            channel = await asyncio.shield(making)
-        except BaseException:
-            # the service may make the machine all the same: whoever made it ends it
+            async with asyncio.timeout(CALL_S):
+                channel = await asyncio.shield(making)
+        except BaseException as error:
+            # the service may make the machine all the same: it is ended as soon as it is there
             self._tasks.create_task(_end_made(making))
             await session.give_up("its start was cut off")
+            if isinstance(error, TimeoutError):
+                raise _late("session_start") from None
             raise
         if isinstance(channel, Exception):
             await session.give_up("its machine did not start")
@@ -368,20 +375,22 @@ class HostedDriver(SandboxDriver):
         return session
 
 
-async def _outcome(call: Coroutine[Any, Any, T], reason: str) -> T | Exception:
-    """Return what a call of a service returns, or the error that it raises; one that takes too long is an
-    :class:`~headrace.base.errors.EpisodeError` with ``reason``."""
+async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
+    """Return what a call of a service returns, or the error that it raises."""
     try:
-        async with asyncio.timeout(CALL_S):
+        async with asyncio.timeout(LATE_S):
             return await call
-    except TimeoutError:
-        return EpisodeError(
-            f"the service has not answered within {CALL_S:g} s",
-            remedy="look at the network of this machine, and whether the service is up",
-            reason=reason,
-        )
     except Exception as error:  # noqa: BLE001 - a boundary: whoever waits for the call gets the error
         return error
+
+
+def _late(reason: str) -> EpisodeError:
+    """Return the error for a service that has not answered in time."""
+    return EpisodeError(
+        f"the service has not answered within {CALL_S:g} s",
+        remedy="look at the network of this machine, and whether the service is up",
+        reason=reason,
+    )
 
 
 async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
