@@ -10,7 +10,7 @@ stream whose connection was cut at the byte where it was, so that a short cut co
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
@@ -66,7 +66,7 @@ class ModalChannel(HostedChannel):
         super().__init__()
         self._sandbox = sandbox
         self._process: Any = None
-        self._output: AsyncIterator[bytes] | None = None
+        self._output: AsyncGenerator[bytes, None] | None = None
         self._ended = ""
 
     async def run(self, session: HostedSession, settings: ModalSettings) -> None:
@@ -103,6 +103,8 @@ class ModalChannel(HostedChannel):
     async def close(self) -> None:
         """End the sandbox."""
         await quietly(self._sandbox.terminate.aio())
+        if self._output is not None:
+            await quietly(self._output.aclose())
         await quietly(self._sandbox.detach.aio())  # type: ignore[no-untyped-call]
 
     async def last_words(self) -> str:
