@@ -26,7 +26,8 @@ KINDS = ("jail", "bubblewrap")
 """The local kinds, in which the system is the machine's own and cannot be changed."""
 CONTAINERS = ("docker", "podman")
 """Kinds that own their system: docker is a stand-in for its command line, podman is real."""
-
+SERVICES = ("kubernetes",)
+"""Kinds of remote services, by their real clients. Their stand-ins run containers of the stand-in for docker."""
 HOSTED = ("e2b", "modal")
 """Kinds that run elsewhere: their real clients reach stand-ins for the services."""
 
@@ -37,8 +38,8 @@ class Sandboxes:
     def __init__(self, kind: str, runner: asyncio.Runner, options: dict[str, Any] | None = None) -> None:
         self.kind = kind
         self.options = options or {}
-        self.owns_system = kind in CONTAINERS + HOSTED
-        self.pace = {"docker": 2.0, "podman": 8.0, "e2b": 4.0, "modal": 4.0}.get(kind, 1.0)
+        self.owns_system = kind in (*CONTAINERS, *HOSTED, *SERVICES)
+        self.pace = {"docker": 2.0, "podman": 8.0, "e2b": 4.0, "modal": 4.0, "kubernetes": 4.0}.get(kind, 1.0)
         """How much longer a start takes than in the jail."""
         self._runner = runner
         self.driver: SandboxDriver = self(open_sandboxes(kind, (), self.options))
@@ -81,6 +82,19 @@ def container_options(kind: str, folder: Path) -> dict[str, Any]:
 
 
 @contextmanager
+def service_of(kind: str, folder: Path) -> Iterator[Any]:
+    """A stand-in for the service of a kind, with an image made in ``folder``; ``options()`` are settings for it."""
+    pytest.importorskip({"kubernetes": "kubernetes.aio"}[kind])
+    container_options("docker", folder)
+    module = importlib.import_module(f"tests.wings.sandboxes.fake_{kind}")
+    service = module.SERVICE(folder, folder / "docker")
+    try:
+        yield service
+    finally:
+        service.close()
+
+
+@contextmanager
 def memory_folder() -> Iterator[Path]:
     """A folder in memory: overlays want a file system that is none itself."""
     folder = Path(tempfile.mkdtemp(dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
@@ -113,7 +127,7 @@ def hosted_service(kind: str, folder: Path) -> Iterator[Any]:
 
 @pytest.fixture(
     scope="module",
-    params=[*KINDS, "docker", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("podman", *HOSTED))],
+    params=[*KINDS, "docker", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("podman", *HOSTED, *SERVICES))],
 )
 def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
     """A driver of each kind: what is tested with it is the contract."""
@@ -124,6 +138,8 @@ def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
         if request.param in HOSTED:
             services.enter_context(hosted_service(request.param, folder))
             options = {"image": "tree:base"}
+        if request.param in SERVICES:
+            options = services.enter_context(service_of(request.param, folder)).options()
         made = Sandboxes(request.param, runner, options)
         yield made
         made(made.driver.close())

@@ -11,7 +11,7 @@ from pathlib import Path
 PROGRAMS = (
     "bash", "cat", "mkdir", "tar", "dd", "env", "setsid", "find", "sort", "head", "tail", "tr", "yes", "sleep",
     "ls", "rm", "mv", "cp", "ln", "touch", "chmod", "date", "wc", "mkfifo", "readlink", "grep", "pgrep", "seq",
-    "true", "stat", "base64", "sed", "git", "diff", "setpriv", "rmdir", "unshare",
+    "true", "stat", "base64", "sed", "git", "diff", "setpriv", "rmdir", "unshare", "stty",
 )  # fmt: skip
 LIBRARY = re.compile(r"(/\S+) \(0x")
 

@@ -16,7 +16,7 @@ life=$1 most_processes=$2 most_memory=$3
 place=/dev/shm/.headrace-$$
 page=4096
 declare -a present=() command=()
-declare -A spared=()
+declare -A spared=() before=()
 number=0 memory=0 reason='' nonce='' partial=''
 trap : PIPE TERM HUP INT QUIT
 
@@ -41,7 +41,7 @@ look() { # the processes of the session, the number of their threads, and their 
   for path in /proc/[0-9]*; do
     fields_of "${path#/proc/}" || continue
     [[ ${fields[0]} == [ZX] || ${fields[3]} == "$own" ]] && continue
-    ((fields[19] < began)) && continue # it was there before
+    ((fields[19] < began)) || [[ ${before[${path#/proc/}]} == "${fields[19]}" ]] && continue # it was there before
     present+=("${path#/proc/}")
     ((number += fields[17], memory += fields[21] * page))
   done
@@ -224,6 +224,9 @@ while read -r word size _; do
 done < /proc/self/smaps
 fields_of "$$"
 own=${fields[3]} began=${fields[19]}
+for path in /proc/[0-9]*; do # also what a service has put beside the server since, such as the ends of its channel
+  fields_of "${path#/proc/}" && before[${path#/proc/}]=${fields[19]}
+done
 ((own == $$)) || exec setsid bash -c "$BASH_EXECUTION_STRING" server "$@"
 [[ -w / ]] || chmod u+w / 2> /dev/null # podman takes this right from its owner, who has no other one here
 now

@@ -1,0 +1,268 @@
+"""The calls of a Kubernetes cluster: jobs, pods, and the streams of a command. It needs ``kubernetes``."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+import aiohttp
+from pydantic import ValidationError
+from yaml import YAMLError
+
+from headrace.base.errors import ConfigError, EnvError, nearest
+from headrace.wings.sandboxes.served.session import ServerChannel
+
+client: Any = import_module("kubernetes.aio.client")  # this module is imported when its kind is chosen
+config: Any = import_module("kubernetes.aio.config")
+stream: Any = import_module("kubernetes.aio.stream")
+watch: Any = import_module("kubernetes.aio.watch")
+T = TypeVar("T")
+HEARTBEAT_S = 30.0
+"""How often a stream that is silent is asked whether it is alive."""
+FRAME_BYTES = 32 << 10
+"""The most bytes that are sent in one message."""
+LINE_BYTES = 1 << 20
+"""The longest line of a server."""
+LOOK_S = 2
+"""How long one look at the pods of a job waits for news."""
+_STDIN, _STDOUT, _STDERR, _STATUS = range(4)
+
+
+class ClusterRefusal(EnvError):
+    """The error of a call that a cluster has refused, or that has not reached it."""
+
+    def __init__(self, problem: str, *, remedy: str, status: int = 0) -> None:
+        """``status`` is the number of HTTP, 0 if there was no answer."""
+        super().__init__(problem, remedy=remedy)
+        self.status = status
+
+
+class KubernetesCluster:
+    """One namespace of a cluster. Use :meth:`open`, and :meth:`close` at the end."""
+
+    def __init__(self, found: Any, namespace: str, call_s: float) -> None:
+        """Call the cluster that ``found`` describes; each call may take ``call_s`` seconds."""
+        self.host = str(found.host)
+        self.namespace = namespace
+        self._call_s = call_s
+        self._api = client.ApiClient(found)
+        self._streams = stream.WsApiClient(found, heartbeat=HEARTBEAT_S)
+        self._core = client.CoreV1Api(self._api)
+        self._jobs = client.BatchV1Api(self._api)
+        self._policies = client.NetworkingV1Api(self._api)
+
+    @classmethod
+    async def open(cls, kubeconfig: str, context: str, namespace: str, call_s: float) -> KubernetesCluster:
+        """Read how the cluster is reached: from the file ``kubeconfig``; if that is empty, from the usual file, or as a
+        pod of the cluster itself. Raises :class:`~headrace.base.errors.EnvError` if it is not said anywhere."""
+        found = client.Configuration()
+        usual = str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(":")[0]
+        try:
+            if not kubeconfig and not _full(usual).exists():
+                config.load_incluster_config(found)
+            else:
+                path = str(_full(kubeconfig or usual))
+                loader = await config.load_kube_config(path, context or None, found, persist_config=False)
+                namespace = namespace or str(loader.current_context["context"].get("namespace") or "")
+        except (config.ConfigException, OSError, YAMLError) as error:
+            raise EnvError(
+                f"sandboxes of kind 'kubernetes' find no cluster: {error}",
+                remedy="set kubeconfig and context in the settings of the driver, or run inside the cluster",
+            ) from None
+        return cls(found, namespace or "default", call_s)
+
+    @staticmethod
+    def check_pod(fields: Mapping[str, Any]) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if these are not fields of a pod."""
+        known = set(client.V1PodSpec.attribute_map.values())
+        for name in fields:
+            if name not in known:
+                raise ConfigError(f"pod.{name} is no field of a pod", remedy=nearest(name, known))
+        try:
+            client.V1PodSpec.model_validate({"containers": [], **fields})
+        except ValidationError as error:
+            first = error.errors()[0]
+            name = ".".join(map(str, first["loc"]))
+            raise ConfigError(f"pod.{name}: {first['msg']}", remedy="write it as the manifests of pods do") from None
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._api.close()
+        await self._streams.close()
+
+    async def create_job(self, body: dict[str, Any]) -> None:
+        """Create a job."""
+        await self._call("create a job", self._jobs.create_namespaced_job(self.namespace, body))
+
+    async def delete_job(self, name: str) -> None:
+        """Delete a job with its pods, at once. One that is not there is no error."""
+        try:
+            await self._call(
+                "delete a job",
+                self._jobs.delete_namespaced_job(
+                    name, self.namespace, grace_period_seconds=0, propagation_policy="Background"
+                ),
+            )
+        except ClusterRefusal as error:
+            if error.status != 404:
+                raise
+
+    async def jobs(self, selector: str) -> list[tuple[str, dict[str, str]]]:
+        """Return the names and labels of jobs."""
+        found = await self._call(
+            "list jobs", self._jobs.list_namespaced_job(self.namespace, label_selector=selector)
+        )  # fmt: skip
+        return [(str(job.metadata.name), dict(job.metadata.labels or {})) for job in found.items]
+
+    async def create_policy(self, body: dict[str, Any]) -> None:
+        """Create a policy of the network, unless there is one of its name."""
+        try:
+            await self._call(
+                "create a network policy", self._policies.create_namespaced_network_policy(self.namespace, body)
+            )
+        except ClusterRefusal as error:
+            if error.status != 409:
+                raise
+
+    async def pods(self, selector: str, since: str | None = None) -> AsyncGenerator[tuple[str, Any]]:
+        """Yield what happens to pods, as pairs of a word (ADDED, MODIFIED, DELETED) and the pod, for a while; then end.
+        Begin with those that are there, or after the version ``since``."""
+        async with watch.Watch() as news:
+            events = news.stream(
+                self._core.list_namespaced_pod, self.namespace, label_selector=selector, timeout_seconds=LOOK_S,
+                **({} if since is None else {"resource_version": since}),
+            )  # fmt: skip
+            async with self._named("watch pods"), asyncio.timeout(LOOK_S + self._call_s):
+                async for event in events:
+                    yield str(event["type"]), event["object"]
+
+    async def left_pods(self, selector: str) -> str | None:
+        """Return the version of the list of pods with these labels; ``None`` if there are none."""
+        found = await self._call(
+            "list pods", self._core.list_namespaced_pod(self.namespace, label_selector=selector)
+        )  # fmt: skip
+        return str(found.metadata.resource_version or "") if found.items else None
+
+    async def warnings(self, name: str) -> str:
+        """Return what the cluster says about a job or pod that does not start; empty if nothing."""
+        found = await self._call(
+            "list events",
+            self._core.list_namespaced_event(self.namespace, field_selector=f"involvedObject.name={name},type=Warning"),
+        )
+        return " ".join(f"{event.reason}: {event.message}" for event in found.items)[-500:]
+
+    async def stream(self, pod: str, container: str, command: Sequence[str]) -> CommandStreams:
+        """Run a command in a pod, and return its streams."""
+        core = client.CoreV1Api(self._streams)
+        async with self._named("run a command in a pod"), asyncio.timeout(self._call_s):
+            opening = await core.connect_get_namespaced_pod_exec_without_preload_content(
+                pod, self.namespace, command=list(command), container=container,
+                stdin=True, stdout=True, stderr=True, tty=False,
+            )  # fmt: skip
+            return CommandStreams(await opening)
+
+    async def _call(self, what: str, call: Awaitable[T]) -> T:
+        """Wait for one call."""
+        async with self._named(what), asyncio.timeout(self._call_s):
+            return await call
+
+    @asynccontextmanager
+    async def _named(self, what: str) -> AsyncIterator[None]:
+        """Name the failure of a call."""
+        try:
+            yield
+        except client.ApiException as error:
+            words, remedy = _words(error), "look at the quotas and events of the namespace"
+            if error.status in (401, 403):
+                remedy = "give this user the rights that docs/sandboxes.md lists"
+            raise self._refusal(what, f"{error.status} {words}", remedy, int(error.status or 0)) from None
+        except aiohttp.WSServerHandshakeError as error:
+            raise self._refusal(what, f"{error.status} {error.message}", "look at the pod", error.status) from None
+        except TimeoutError:
+            raise self._refusal(what, f"no answer within {self._call_s:g} s", "look at the cluster") from None
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._refusal(what, str(error), "see that it runs and can be reached from here") from None
+
+    def _refusal(self, what: str, words: str, remedy: str, status: int = 0) -> ClusterRefusal:
+        return ClusterRefusal(f"the cluster {self.host} did not {what}: {words}", remedy=remedy, status=status)
+
+
+class CommandStreams(ServerChannel):
+    """The streams of a command in a pod, over one WebSocket: the first byte of each message names the stream."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse[Any]) -> None:
+        """Use an open WebSocket of the protocol ``v4.channel.k8s.io``."""
+        self._socket = socket
+        self._read = bytearray()
+        self._said = bytearray()
+        self._over = False
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes to the command."""
+        for begin in range(0, len(data), FRAME_BYTES):
+            await self._socket.send_bytes(bytes([_STDIN]) + data[begin : begin + FRAME_BYTES])
+
+    async def line(self) -> bytes:
+        """Return the next line of the command."""
+        begin = 0
+        while (end := self._read.find(b"\n", begin)) < 0 and not self._over:
+            begin = len(self._read)
+            if begin > LINE_BYTES:
+                raise ValueError("a line has no end")
+            await self._receive()
+        return self._take(end + 1 if end >= 0 else len(self._read))
+
+    async def exactly(self, size: int) -> bytes:
+        """Return the next bytes of the command."""
+        while len(self._read) < size:
+            if self._over:
+                raise EOFError("the stream has ended")
+            await self._receive()
+        return self._take(size)
+
+    async def close(self) -> None:
+        """Close the WebSocket, which is the end of the command's input."""
+        await self._socket.close()
+
+    async def kill(self) -> None:
+        """Close the WebSocket."""
+        await self._socket.close()
+
+    async def last_words(self) -> str:
+        """Return what the command and the cluster have said at the end."""
+        return " ".join(self._said.decode("utf-8", "replace").split())[-500:]
+
+    def _take(self, size: int) -> bytes:
+        taken = bytes(self._read[:size])
+        del self._read[:size]
+        return taken
+
+    async def _receive(self) -> None:
+        """Wait for one message."""
+        message = await self._socket.receive()
+        if message.type is aiohttp.WSMsgType.BINARY and message.data:
+            stream, data = message.data[0], message.data[1:]
+            if stream == _STDOUT:
+                self._read += data
+            else:
+                self._said = (self._said + data)[-4096:]
+            self._over = stream == _STATUS
+        elif message.type is not aiohttp.WSMsgType.BINARY:
+            self._over = True
+
+
+def _words(error: Any) -> str:
+    """Return what a cluster says of a refusal."""
+    with suppress(ValueError, KeyError, TypeError):
+        return str(json.loads(error.body)["message"])
+    return str(error.reason)
+
+
+def _full(path: str) -> Path:
+    """Return a path with the folder of the user in the place of a tilde."""
+    return Path(path).expanduser()

@@ -1,0 +1,323 @@
+"""Copies of what a session has changed, for services that keep no snapshots of their own.
+
+    at the start       list_files: every path of the session's file system, with what tells a change
+    at the snapshot    take_copy: another list; archives of the changed and new paths, and the names of the deleted ones
+    in a fork          put_copy: the same image, without the deleted paths, with the archives unpacked
+
+All of it is read and written by ``find`` and ``tar`` inside sessions, as their user. This side keeps the archives in
+a file without a name, which vanishes with this process, and never unpacks them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import posixpath
+import tempfile
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import IO
+
+from headrace.base.errors import EpisodeError
+from headrace.rollout.scoring.sandbox import Reason
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
+from headrace.wings.sandboxes.base import Execution, SandboxSession, SessionEnded
+
+BATCH_BYTES = 8 * MIB
+"""The size of one archive, unless a single file is larger."""
+MEMBER_BYTES = 8 * 1024
+"""The most that the description of a path takes in an archive, besides its name."""
+LISTING_BYTES = 48 * MIB
+"""The longest list of files."""
+CALL_S = 120.0
+"""The longest time of one program that lists, packs or unpacks."""
+_CHOWN, _FOWNER = 1 << 0, 1 << 3
+"""The capabilities of giving files away, and of changing the modes and times of the files of others."""
+_OPEN = "find / -xdev -uid $EUID \\( -type d ! -perm -700 -o -type f ! -perm -400 \\) " \
+    "-printf 'M%m %p\\0' -exec chmod u+rwx -- {} \\; 2> /dev/null"  # fmt: skip
+_LIST = f"""
+command -v find > /dev/null || {{ echo 'there is no find' >&2; exit 9; }}
+while read -r word value; do [[ $word == CapEff: ]] && rights=$value; done < /proc/self/status
+printf '%s\\0%s\\0' "$EUID" "$rights"
+cat /proc/self/mountinfo; printf '\\0'
+[[ $1 == open ]] && {_OPEN}
+find / -xdev \\( -type d -printf 'Rd 0 %m %U %G %T@ %C@ 0 0 %p\\0' -o \
+  -printf 'R%y %s %m %U %G %T@ %C@ %i %n %p\\0' \\) 2> /dev/null
+printf 'E\\0'
+"""
+"""Write who the user is, the mounts, and a record of each path. With ``open``, what its owner cannot read is opened
+first, and its mode is told: a user without rights could not pack it otherwise."""
+_MODES = """
+while IFS= read -r -d '' mode && IFS= read -r -d '' path; do chmod "$mode" -- "$path" || exit; done
+"""
+_REMOVE = """
+mapfile -d '' -t paths
+for ((i = 0; i < ${#paths[@]}; i += 500)); do rm -rf -- "${paths[@]:i:500}" || exit; done
+"""
+_PACK = (
+    "--format=posix", "--pax-option=delete=atime,delete=ctime", "--numeric-owner", "--sparse", "--no-recursion",
+    "--null", "-C", "/", "-T", "-", "-cf", "-",
+)  # fmt: skip
+_UNPACK = ("--numeric-owner", "--same-owner", "-p", "-C", "/", "-xf", "-")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRecord:
+    """What a list says of one path."""
+
+    kind: str
+    """The letter of its type, as ``find`` writes it."""
+    size: int
+    """The size in bytes; 0 for a directory."""
+    mode: int
+    """The permissions."""
+    user: int
+    """The number of the owner."""
+    inode: str
+    """The number of the file, which hard links share; empty if it has one name."""
+    path: bytes
+    """The full path."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileListing:
+    """The paths of a session's file system at one moment, compressed: images have a hundred thousand."""
+
+    data: bytes
+    """The records, each with a zero byte at its end."""
+
+    def records(self) -> set[bytes]:
+        """Return the records."""
+        return set(zlib.decompress(self.data).split(b"\0"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangedFiles:
+    """What a session has changed since its image began."""
+
+    image: str
+    """The image, as exactly as the service names it: the changes fit no other one."""
+    removed: bytes
+    """The paths that a fork removes first, each with a zero byte at its end."""
+    opened: bytes
+    """The folders of the image that a fork opens for its changes, as pairs of mode and path."""
+    modes: bytes
+    """The modes of what its owner cannot read, as pairs of mode and path, the innermost first."""
+    archives: tuple[tuple[int, str], ...]
+    """The size and the hash of each archive, in their order."""
+    store: IO[bytes] = field(repr=False)
+    """The archives, one behind the other, in a file without a name."""
+
+    def release(self) -> None:
+        """Give up the archives."""
+        self.store.close()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Listed:
+    """What one call of the list has told."""
+
+    user: int
+    rights: int
+    mounts: set[bytes]
+    modes: list[tuple[bytes, bytes]]
+    records: list[bytes]
+
+
+async def list_files(session: SandboxSession) -> FileListing:
+    """Return the list of a session's files, with which a later one can be compared. Raises
+    :class:`~headrace.base.errors.EpisodeError` if they cannot be listed."""
+    seen = await _look(session, "")
+    return FileListing(data=zlib.compress(b"\0".join(seen.records), 1))
+
+
+async def take_copy(session: SandboxSession, begun: FileListing, image: str, *, largest_bytes: int) -> ChangedFiles:
+    """Return what a session has changed since ``begun``; no process of it runs. No file may have more than
+    ``largest_bytes``. Raises :class:`~headrace.base.errors.EpisodeError` if it cannot be copied exactly."""
+    seen = await _look(session, "open")
+    try:
+        return await _copy(session, seen, begun.records(), image, largest_bytes)
+    finally:
+        if seen.modes:
+            with suppress(SessionEnded):
+                await _do(session, "restore modes", _script(session, _MODES), _pairs(reversed(seen.modes)))
+
+
+async def put_copy(session: SandboxSession, files: ChangedFiles) -> None:
+    """Make the files of a new session those of a copy. Raises :class:`~headrace.base.errors.EpisodeError` if that
+    fails."""
+    if files.opened:
+        await _do(session, "open folders", _script(session, _MODES), files.opened)
+    if files.removed:
+        await _do(session, "remove files", _script(session, _REMOVE), files.removed)
+    files.store.seek(0)
+    data = [files.store.read(size) for size, _ in files.archives]
+    for archive, (_, digest) in zip(data, files.archives, strict=True):
+        if hashlib.sha256(archive).hexdigest() != digest:
+            raise _refused("the file in which its archives are kept has changed", "look at this machine's disk")
+        await _do(session, "unpack", [session.programs["tar"], *_UNPACK], archive)
+    if files.modes:
+        await _do(session, "set modes", _script(session, _MODES), files.modes)
+
+
+async def _copy(
+    session: SandboxSession, seen: _Listed, old: set[bytes], image: str, largest_bytes: int
+) -> ChangedFiles:
+    """Pack what differs between two lists."""
+    before, after = _by_path(old.difference(seen.records), seen.mounts), _by_path(seen.records, seen.mounts)
+    changed = {record.path: record for record in _by_path(set(seen.records) - old, seen.mounts).values()}
+    removed = [path for path, record in before.items() if path not in after or after[path].kind != record.kind]
+    touched = [*(path for path in changed if changed[path].kind != "d"), *removed]
+    for path in [*touched, *changed]:  # unpacking beside them changes the times of their folders
+        above = posixpath.dirname(path)
+        if above in after:
+            changed[above] = after[above]
+    changed = {path: record for path, record in changed.items() if _is_ours(record, seen)}
+    batches = _batches(changed.values(), largest_bytes)
+    store, archives, total = tempfile.TemporaryFile(), [], 0  # noqa: SIM115 - it lives as long as the snapshot
+    try:
+        for paths, most in batches:
+            names = b"".join((path.lstrip(b"/") or b".") + b"\0" for path in paths)
+            done = await _do(session, "pack", [session.programs["tar"], *_PACK], names, most)
+            archives.append((store.write(done.stdout), hashlib.sha256(done.stdout).hexdigest()))
+            total += len(done.stdout)
+            if total > 2 * session.spec.limits.disk_bytes:
+                raise _refused("its archives have more than twice limits.disk_bytes", "raise disk_bytes")
+    except BaseException:
+        store.close()
+        raise
+    first = {record.path: record for record in map(_record, filter(None, old)) if record.kind == "d"}
+    parents = {posixpath.dirname(path) for path in [*touched, *changed]}
+    opened = [(b"u+rwx", path) for path in sorted(parents) if path in first and first[path].mode & 0o300 != 0o300]
+    return ChangedFiles(
+        image=image, removed=b"".join(path + b"\0" for path in _outermost(removed)), opened=_pairs(opened),
+        modes=_pairs(reversed(seen.modes)), archives=tuple(archives), store=store,
+    )  # fmt: skip
+
+
+async def _look(session: SandboxSession, how: str) -> _Listed:
+    """List the files of a session."""
+    done = await _do(session, "list files", [*_script(session, _LIST), how], b"", LISTING_BYTES)
+    parts = done.stdout.split(b"\0")
+    try:
+        if parts[-2] != b"E":
+            raise ValueError("its list has no end")
+        user, rights = int(parts[0]), int(parts[1], 16)
+        mounts = {_unescaped(line.split()[4]) for line in parts[2].splitlines()} - {b"/"}
+        modes = [(mode, path) for mode, _, path in (part[1:].partition(b" ") for part in parts if part[:1] == b"M")]
+    except (ValueError, IndexError) as error:
+        raise _refused(f"its files cannot be listed: {error}", "keep its find and bash as they were") from None
+    records = [part[1:] for part in parts[3:-2] if part[:1] == b"R"]
+    return _Listed(user=user, rights=rights, mounts=mounts, modes=modes, records=records)
+
+
+def _record(record: bytes) -> FileRecord:
+    """Return what the bytes of a record say. Raises :class:`~headrace.base.errors.EpisodeError` if nothing."""
+    try:
+        kind, size, mode, user, _, _, _, inode, links, path = record.split(b" ", 9)
+        shared = inode.decode() if int(links) > 1 else ""
+        return FileRecord(
+            kind=kind.decode(), size=int(size), mode=int(mode, 8), user=int(user), inode=shared, path=path
+        )
+    except ValueError:
+        raise _refused(f"its list has {record[:80]!r}", "keep its find and bash as they were") from None
+
+
+def _by_path(records: Iterable[bytes], mounts: set[bytes]) -> dict[bytes, FileRecord]:
+    """Return records by their paths, without places that are mounted, which belong to the service, and without sockets,
+    which are nothing without their process."""
+    found = {record.path: record for record in map(_record, filter(None, records))}
+    return {path: record for path, record in found.items() if path not in mounts and record.kind != "s"}
+
+
+def _is_ours(record: FileRecord, seen: _Listed) -> bool:
+    """Return whether a fork can make this path: folders of others keep their times. Raises
+    :class:`~headrace.base.errors.EpisodeError` for a file that it could not make."""
+    if record.user == seen.user or seen.rights & (_CHOWN | _FOWNER) == _CHOWN | _FOWNER:
+        return True
+    if record.kind != "d":
+        raise _refused(
+            f"{record.path.decode('utf-8', 'replace')!r} belongs to user {record.user}, and the session to user "
+            f"{seen.user}, who cannot give it away",
+            "give the driver the capabilities CHOWN and FOWNER",
+        )
+    return False
+
+
+def _batches(records: Iterable[FileRecord], largest_bytes: int) -> list[tuple[list[bytes], int]]:
+    """Return the paths of each archive, with a bound on its size. Hard links to one file are in one archive; folders
+    come last, the inner ones before the outer ones, since files that are unpacked change their times."""
+    units: dict[str | bytes, list[FileRecord]] = {}
+    ordered = sorted(records, key=lambda record: record.path)
+    for record in ordered:
+        if record.kind != "d":
+            units.setdefault(record.inode or record.path, []).append(record)
+    for record in reversed(ordered):
+        if record.kind == "d":
+            units[record.path] = [record]
+    batches: list[tuple[list[bytes], int]] = []
+    for unit in units.values():
+        size = unit[0].size + sum(MEMBER_BYTES + 4 * len(record.path) for record in unit)
+        if unit[0].size > largest_bytes:
+            raise _refused(
+                f"{unit[0].path.decode('utf-8', 'replace')!r} has {unit[0].size} bytes, and no file of a copy may have "
+                f"more than {largest_bytes}",
+                "raise limits.file_bytes, or remove it before",
+            )
+        if not batches or batches[-1][1] + size > BATCH_BYTES:
+            batches.append(([], 2 * 10240))
+        paths, before = batches[-1]
+        paths.extend(record.path for record in unit)
+        batches[-1] = (paths, before + size)
+    return batches
+
+
+def _outermost(paths: Sequence[bytes]) -> list[bytes]:
+    """Return paths without those that are below another one of them."""
+    every = set(paths)
+    return [path for path in sorted(paths) if not any(above in every for above in _above(path))]
+
+
+def _above(path: bytes) -> Iterable[bytes]:
+    """Return the folders above a path."""
+    while (path := posixpath.dirname(path)) not in (b"/", b""):
+        yield path
+
+
+def _pairs(pairs: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return pairs of words as the scripts read them."""
+    return b"".join(first + b"\0" + second + b"\0" for first, second in pairs)
+
+
+def _unescaped(path: bytes) -> bytes:
+    """Return a path of the list of mounts as it is: the kernel writes spaces and line ends as octal numbers."""
+    for name in (b" ", b"\t", b"\n", b"\\"):
+        path = path.replace(b"\\%03o" % ord(name), name)
+    return path
+
+
+def _script(session: SandboxSession, text: str) -> list[str]:
+    """Return the arguments that run a script of bash."""
+    return [session.programs["bash"], "--norc", "--noprofile", "-c", text, "copy"]
+
+
+async def _do(
+    session: SandboxSession, what: str, argv: Sequence[str], stdin: bytes = b"", output_bytes: int = MIB
+) -> Execution:
+    """Run a program of a copy. Raises :class:`~headrace.base.errors.EpisodeError` with its words if it fails."""
+    spec = session.spec.limits
+    limits = replace(
+        spec, wall_s=CALL_S, cpu_s=int(CALL_S), output_bytes=output_bytes, file_bytes=2 * spec.disk_bytes
+    )  # fmt: skip
+    done = await session.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=limits)
+    if done.reason is not Reason.EXITED or done.status != 0:
+        words = done.stderr.decode("utf-8", "replace").strip()[-300:] or done.reason
+        raise _refused(f"its session could not {what}: {words}", "keep find and tar in the image, and room on the disk")
+    return done
+
+
+def _refused(problem: str, remedy: str) -> EpisodeError:
+    """Return the error of a copy that cannot be made."""
+    return EpisodeError(f"a snapshot cannot be copied: {problem}", remedy=remedy, reason="session_snapshot")

@@ -1,0 +1,426 @@
+"""Sessions in pods of a Kubernetes cluster, each of a job of its own.
+
+    KubernetesDriver ── create job ──▶ pod: bash, which waits at two pipes, then server.sh, its first process
+                     ══ exec, a WebSocket: two cat, the other ends of the pipes
+                     ── delete job
+
+The WebSocket is the lifeline: when this process dies, the input of the server ends, with it the pod, and the cluster
+deletes a job that has ended. What has no lifeline yet ends at the deadline of its job.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field, JsonValue, field_validator
+
+from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
+from headrace.wings.sandboxes.base import SandboxSpec
+from headrace.wings.sandboxes.served.containers import is_dead, owner_name
+from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings, read_settings
+from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
+
+if TYPE_CHECKING:
+    from headrace.wings.sandboxes.served.cluster import KubernetesCluster
+
+OWNER, SESSION = "headrace.owner", "headrace.session"
+"""The labels of jobs and pods: whose they are, and which session."""
+POLICY = "headrace-sandboxes"
+"""The policy of the network that closes the pods of sessions."""
+CONTAINER = "session"
+END_S = 20.0
+"""How long a pod may take to go before it is left to the cluster."""
+PROBE_S = 2.0
+"""How long a pod tries to reach the cluster, to see whether its network is closed."""
+_WAIT = (
+    'p=/dev/shm/.headrace; mkfifo -m 600 "$p-in" "$p-out" || exit; '
+    'exec bash -c "$1" server "${@:2}" < "$p-in" > "$p-out"'
+)
+"""The first process: wait until both pipes have their other ends, then be the server."""
+_JOIN = (
+    'p=/dev/shm/.headrace; until [[ -p $p-out ]]; do sleep 0.01; done; cat < "$p-out" & exec cat > "$p-in"'
+)  # fmt: skip
+"""The other ends of the pipes: output and input of this command are those of the server."""
+_OWN_FIELDS = frozenset({
+    "containers", "volumes", "restartPolicy", "automountServiceAccountToken", "activeDeadlineSeconds",
+    "enableServiceLinks", "terminationGracePeriodSeconds", "hostNetwork", "hostPID", "hostIPC",
+})  # fmt: skip
+_PULL = {"missing": "IfNotPresent", "always": "Always", "never": "Never"}
+_HOPELESS = frozenset({
+    "ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "CreateContainerConfigError",
+    "CreateContainerError", "RunContainerError", "CrashLoopBackOff", "StartError", "ContainerCannotRun",
+})  # fmt: skip
+
+
+class KubernetesSettings(RemoteSettings):
+    """The settings of sessions in Kubernetes: ``env.options.driver``."""
+
+    namespace: str = ""
+    """The namespace of the jobs; empty: that of the context, or ``default``."""
+    context: str = ""
+    """The context of the kubeconfig; empty: its current one."""
+    kubeconfig: str = ""
+    """The file that says how the cluster is reached; empty: ``~/.kube/config``, or the cluster in which this runs."""
+    pull: Literal["missing", "always", "never"] = "missing"
+    """When an image is fetched."""
+    network: Literal["none", "open"] = "none"
+    """``none``: a policy of the network closes the pods; ``open``: they have the network of the cluster."""
+    cpus: float | None = Field(default=None, gt=0)
+    """The processors that one pod may use; unset: all."""
+    requests: dict[str, str] = Field(default_factory=dict)
+    """What the scheduler reserves for a pod, such as ``{"cpu": "100m"}``; unset memory and disk are reserved whole."""
+    capabilities: tuple[str, ...] = ()
+    """Rights that the root of a pod has, such as CHOWN or SETUID; none by default."""
+    pod: dict[str, JsonValue] = Field(default_factory=dict)
+    """More fields of the pod, such as ``nodeSelector``, ``tolerations`` or ``runtimeClassName``."""
+
+    @field_validator("pod")
+    @classmethod
+    def _leave_own_fields(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        if taken := sorted(_OWN_FIELDS & value.keys()):
+            raise ValueError(f"the driver sets {', '.join(taken)} by itself")
+        return value
+
+
+class KubernetesSession(RemoteSession):
+    """A session in a pod."""
+
+    def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str, name: str) -> None:
+        """Describe a session in the pod of the job ``name``."""
+        super().__init__(driver, spec, image)
+        self.name = name
+        self.address = ""
+        """The address of the cluster as pods see it; empty if it is not told."""
+
+    async def attach(self, channel: ServerChannel) -> None:
+        """Wait until the server has greeted. What the cluster has set is none of the variables of commands."""
+        await super().attach(channel)
+        self.address = self.surroundings.get("KUBERNETES_SERVICE_HOST", "")
+        if self.address:
+            self.address += f"/{self.surroundings.get('KUBERNETES_SERVICE_PORT', '443')}"
+        names = [name for name in self.surroundings if not name.startswith("KUBERNETES_")]
+        self.surroundings = {name: self.surroundings[name] for name in names}
+        self.variables = self.first_variables()
+
+
+class KubernetesDriver(RemoteDriver):
+    """Sessions in the pods of one namespace. Use :meth:`open`."""
+
+    settings: KubernetesSettings
+
+    def __init__(self, settings: KubernetesSettings, cluster: KubernetesCluster) -> None:
+        """Drive a cluster."""
+        super().__init__("kubernetes", settings)
+        self.owner = owner_name()
+        self.missing["disk"] = (
+            "the cluster cannot bound a session's files while it runs: it ends a pod that exceeds disk_bytes"
+        )
+        self._cluster = cluster
+        self._probe = asyncio.Lock()
+        self._probed = False
+
+    @classmethod
+    async def open(cls, readable: Sequence[str], options: Mapping[str, Any]) -> KubernetesDriver:
+        """Open the driver, and remove what drivers of this machine have left whose processes died. Raises
+        :class:`~headrace.base.errors.EnvError` where the client package is missing or the cluster refuses."""
+        settings = read_settings("kubernetes", KubernetesSettings, options)
+        if readable:
+            raise ConfigError(
+                f"sandboxes of kind 'kubernetes' cannot show the paths {list(readable)} of this machine",
+                remedy="leave readable empty, and put the files into the image",
+            )
+        try:
+            from headrace.wings.sandboxes.served.cluster import KubernetesCluster
+        except ModuleNotFoundError as error:
+            raise EnvError(
+                f"sandboxes of kind 'kubernetes' need the package {error.name}, which is not installed",
+                remedy="pip install headrace[kubernetes]",
+            ) from None
+        KubernetesCluster.check_pod(settings.pod)
+        cluster = await KubernetesCluster.open(
+            settings.kubeconfig, settings.context, settings.namespace, settings.call_s
+        )
+        driver = cls(settings, cluster)
+        try:
+            await driver.sweep()
+            await driver.close_network()
+        except BaseException:
+            await cluster.close()
+            raise
+        return driver
+
+    async def sweep(self) -> None:
+        """Delete jobs whose owner has died."""
+        for name, labels in await self._cluster.jobs(OWNER):
+            if is_dead(labels.get(OWNER, "")):
+                await self._cluster.delete_job(name)
+
+    async def close_network(self) -> None:
+        """Have a policy close the network of sessions. Where this user may not make one, that is in :attr:`missing`."""
+        if self.settings.network == "open":
+            return
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        closed = {"podSelector": {"matchLabels": {f"{SESSION}.network": "none"}}, "policyTypes": ["Ingress", "Egress"]}
+        try:
+            await self._cluster.create_policy({
+                "apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": POLICY},
+                "spec": closed,
+            })  # fmt: skip
+        except ClusterRefusal as error:
+            self.missing["network"] = error.problem[-300:]
+
+    async def close(self) -> None:
+        """End all sessions, and close the connections."""
+        await super().close()
+        await self._cluster.close()
+
+    def largest_bytes(self, spec: SandboxSpec) -> int:
+        """Return the size of the largest file that a copy can hold: the server keeps it in memory."""
+        return spec.limits.file_bytes
+
+    async def begin(self, spec: SandboxSpec, image: str) -> KubernetesSession:
+        """Create a job, wait for its pod, and join the server in it."""
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        session = KubernetesSession(self, spec, image, f"headrace-{secrets.token_hex(8)}")
+        channel = PodChannel(self._cluster, session.name)
+        self.enter(session)
+        try:
+            await self._create(self._job(session))
+            async with asyncio.timeout(self.settings.start_s):
+                pod, session.image = await self._started(session)
+            channel.streams = await self._cluster.stream(pod, CONTAINER, ["bash", "-c", _JOIN])
+        except ClusterRefusal as error:
+            await self._abandon(session, channel)
+            raise _no_start(error.problem, error.remedy) from None
+        except TimeoutError:
+            words = await self._reasons(session)
+            await self._abandon(session, channel)
+            raise _no_start(
+                f"no pod within {self.settings.start_s:g} s: {words}", "raise start_s, or look at the cluster's room"
+            ) from None
+        except BaseException:
+            await self._abandon(session, channel)
+            raise
+        await session.attach(channel)
+        await self._look(session)
+        return session
+
+    async def _create(self, job: dict[str, Any]) -> None:
+        """Create a job. A cancelled caller waits for the answer, since a job that is made after its deletion
+        would stay until its deadline."""
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        refusals = []
+
+        async def make() -> None:
+            try:
+                await self._cluster.create_job(job)
+            except ClusterRefusal as error:
+                refusals.append(error)
+
+        async with asyncio.TaskGroup() as group:
+            making = group.create_task(make())
+            try:
+                await asyncio.shield(making)
+            except asyncio.CancelledError:
+                await asyncio.wait([making])
+                raise
+        for error in refusals:
+            raise error
+
+    async def _abandon(self, session: KubernetesSession, channel: PodChannel) -> None:
+        """Delete the job of a session that did not start."""
+        session.ended = "it could not start"
+        await asyncio.shield(channel.kill())
+        await session.left()
+
+    async def _started(self, session: KubernetesSession) -> tuple[str, str]:
+        """Wait until the pod of a session runs, and return its name and its image. Raises
+        :class:`~headrace.base.errors.EpisodeError` as soon as it cannot be."""
+        while (started := await self._seen_running(session)) is None:
+            if words := await self._reasons(session):
+                raise _no_start(words, "look at the quotas and policies of the namespace")
+        return started
+
+    async def _seen_running(self, session: KubernetesSession) -> tuple[str, str] | None:
+        """Return the name and the image of a session's pod, if it is seen to run within one look."""
+        async with aclosing(self._cluster.pods(f"{SESSION}={session.name}")) as news:
+            async for word, pod in news:
+                if (image := _image_of_running(pod, word)) is not None:
+                    return str(pod.metadata.name), image or session.image
+        return None
+
+    async def _reasons(self, session: KubernetesSession) -> str:
+        """Return what the cluster says of a job without a pod."""
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        with suppress(ClusterRefusal):
+            return await self._cluster.warnings(session.name)
+        return ""
+
+    async def _look(self, session: KubernetesSession) -> None:
+        """Find out, in the first session, which guards the cluster lacks."""
+        async with self._probe:
+            if self._probed:
+                return
+            most = await self._ask(session, "read -r most < /sys/fs/cgroup/pids.max; [[ $most =~ ^[0-9]+$ ]]", 10.0)
+            if not most:
+                self.missing["process numbers"] = (
+                    "no bound on the processes of a pod was found: the count every 30 ms is what ends a fork bomb"
+                )
+            if self.settings.network == "none" and "network" not in self.missing:
+                if not session.address:
+                    self.missing["network"] = "pods are not told the cluster's address: it cannot be tried"
+                elif await self._ask(session, f"exec 3<>/dev/tcp/{session.address}", PROBE_S):
+                    self.missing["network"] = (
+                        f"a pod reaches {session.address}: the cluster's network does not carry out policies"
+                    )
+            self._probed = True
+
+    @staticmethod
+    async def _ask(session: KubernetesSession, script: str, wall_s: float) -> bool:
+        """Return whether a script succeeds."""
+        limits = SandboxLimits(wall_s=wall_s, open_files=256, memory_bytes=session.spec.limits.memory_bytes)
+        argv = [session.programs["bash"], "-c", script]
+        done = await session.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
+        return done.reason is Reason.EXITED and done.status == 0
+
+    def _job(self, session: KubernetesSession) -> dict[str, Any]:
+        """Return the job of a session."""
+        memory = str(_memory_files(session.spec))
+        labels = {OWNER: self.owner, SESSION: session.name, f"{SESSION}.network": self.settings.network}
+        pod = {
+            **self.settings.pod, "restartPolicy": "Never", "automountServiceAccountToken": False,
+            "enableServiceLinks": False, "terminationGracePeriodSeconds": 0, "hostname": "sandbox",
+            "containers": [self._container(session)],
+            "volumes": [{"name": "memory", "emptyDir": {"medium": "Memory", "sizeLimit": memory}}],
+        }  # fmt: skip
+        return {
+            "apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": session.name, "labels": labels},
+            "spec": {
+                "backoffLimit": 0, "ttlSecondsAfterFinished": 0,
+                "activeDeadlineSeconds": int(self.settings.start_s + session.spec.life_s + END_S) + 1,
+                "template": {"metadata": {"labels": labels}, "spec": pod},
+            },
+        }  # fmt: skip
+
+    def _container(self, session: KubernetesSession) -> dict[str, Any]:
+        """Return the container of a session."""
+        settings, limits = self.settings, session.spec.limits
+        bounds = {
+            "memory": str(limits.memory_bytes + _memory_files(session.spec)),
+            "ephemeral-storage": str(limits.disk_bytes),
+        }
+        if settings.cpus is not None:
+            bounds["cpu"] = str(settings.cpus)
+        _, program, *numbers = server_arguments(session.spec)
+        return {
+            "name": CONTAINER, "image": session.image, "imagePullPolicy": _PULL[settings.pull],
+            "command": ["bash", "-c", _WAIT, "wait", program, *numbers[1:]], "workingDir": "/",
+            "resources": {"limits": bounds, "requests": dict(settings.requests)},
+            "volumeMounts": [{"name": "memory", "mountPath": "/dev/shm"}],
+            "securityContext": {
+                "privileged": False, "allowPrivilegeEscalation": False, "seccompProfile": {"type": "RuntimeDefault"},
+                "capabilities": {"drop": ["ALL"], "add": list(settings.capabilities)},
+            },
+        }  # fmt: skip
+
+
+class PodChannel(ServerChannel):
+    """The way to the server of a pod; its end is the end of the job."""
+
+    def __init__(self, cluster: KubernetesCluster, name: str) -> None:
+        """Use the job ``name``."""
+        self._cluster = cluster
+        self._name = name
+        self.streams: ServerChannel | None = None
+        """The streams of the command that has joined the server."""
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes to the server."""
+        assert self.streams is not None
+        await self.streams.send(data)
+
+    async def line(self) -> bytes:
+        """Return the next line of the server."""
+        assert self.streams is not None
+        return await self.streams.line()
+
+    async def exactly(self, size: int) -> bytes:
+        """Return the next bytes of the server."""
+        assert self.streams is not None
+        return await self.streams.exactly(size)
+
+    async def close(self) -> None:
+        """End the input of the server, delete its job, and wait until its pod has gone."""
+        await self.kill()
+
+    async def kill(self) -> None:
+        """Delete the job, and wait until its pod has gone. A cluster that cannot be reached does so by itself."""
+        from headrace.wings.sandboxes.served.cluster import ClusterRefusal
+
+        with suppress(ClusterRefusal, TimeoutError):
+            async with asyncio.timeout(END_S):
+                await self._cluster.delete_job(self._name)
+                if self.streams is not None:
+                    await self.streams.kill()
+                await self._gone()
+
+    async def last_words(self) -> str:
+        """Return what the command has said that joins the server."""
+        return "" if self.streams is None else await self.streams.last_words()
+
+    async def _gone(self) -> None:
+        """Wait until there is no pod of the job."""
+        selector = f"{SESSION}={self._name}"
+        while (since := await self._cluster.left_pods(selector)) is not None:
+            async with aclosing(self._cluster.pods(selector, since)) as news:
+                await anext((word async for word, _ in news if word == "DELETED"), None)
+
+
+def _memory_files(spec: SandboxSpec) -> int:
+    """Return the size of the memory that a server has for the inputs and outputs of a command, and for archives."""
+    return OWN_BYTES + 4 * spec.limits.output_bytes + 2 * spec.limits.file_bytes + 16 * MIB
+
+
+def _image_of_running(pod: Any, word: str) -> str | None:
+    """Return the image of a pod that runs, as the cluster names it; ``None`` if it does not run yet. Raises
+    :class:`~headrace.base.errors.EpisodeError` if it never will."""
+    if word == "DELETED" or pod.status.phase in ("Failed", "Succeeded"):
+        raise _no_start(f"its pod has ended: {_end_of(pod)}", "look at the image, and the cluster's events")
+    for status in pod.status.container_statuses or ():
+        if status.state.running is not None:
+            return str(status.image_id or "")
+        waiting = status.state.waiting
+        if waiting is not None and waiting.reason in _HOPELESS:
+            raise _no_start(f"{waiting.reason}: {waiting.message}", "name an image that the cluster can fetch and run")
+    return None
+
+
+def _end_of(pod: Any) -> str:
+    """Return why a pod has ended."""
+    words = [str(pod.status.reason or ""), str(pod.status.message or "")]
+    for status in pod.status.container_statuses or ():
+        if status.state.terminated is not None:
+            ended = status.state.terminated
+            words.append(f"{ended.reason} {ended.message or ''} (exit code {ended.exit_code})")
+    return " ".join(filter(None, words)) or str(pod.status.phase)
+
+
+def _no_start(problem: str, remedy: str) -> EpisodeError:
+    """Return the error of a session that cannot start."""
+    return EpisodeError(f"a session cannot start: {problem}", remedy=remedy, reason="session_start")
+
+
+async def open_kubernetes(readable: Sequence[str] = (), **options: Any) -> KubernetesDriver:
+    """Open the driver of Kubernetes."""
+    return await KubernetesDriver.open(readable, options)

@@ -1,0 +1,174 @@
+"""What drivers of remote services have in common when snapshots are copies: sessions, their list, and their forks."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from headrace.base.config import Section
+from headrace.base.errors import ConfigError, EpisodeError
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.base import (
+    SandboxDriver,
+    SandboxSnapshot,
+    SandboxSpec,
+    refuse_invalid,
+    unusable_snapshot,
+)
+from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
+from headrace.wings.sandboxes.served.session import ServedSession
+
+S = TypeVar("S", bound="RemoteSettings")
+OWN_BYTES = 64 * MIB
+"""The memory that a sandbox has beyond that of its session, for the server."""
+
+
+class RemoteSettings(Section):
+    """The settings that all drivers of remote services have: ``env.options.driver``."""
+
+    image: str = ""
+    """The image of sessions whose task names none."""
+    snapshots: bool = True
+    """Whether sessions can be copied. If so, each start lists the files of the image."""
+    start_s: float = 300.0
+    """The longest time of a start in seconds, the fetching of an image included."""
+    call_s: float = 30.0
+    """The longest time of one call of the service in seconds."""
+
+
+class RemoteSession(ServedSession):
+    """A session in a sandbox that a service hosts."""
+
+    def __init__(self, driver: RemoteDriver, spec: SandboxSpec, image: str) -> None:
+        """Describe a session of an image."""
+        super().__init__(spec)
+        self.image = image
+        """The image, as exactly as the service names it."""
+        self.begun: FileListing | None = None
+        """The files of the image; ``None`` if the session is not to be copied."""
+        self._driver = driver
+
+    async def take_files(self) -> ChangedFiles:
+        """Return a copy of what the session has changed."""
+        if self.begun is None:
+            raise EpisodeError(
+                "a session of a driver with snapshots=false cannot be copied",
+                remedy="set snapshots = true in the settings of the driver",
+                reason="session_snapshot",
+            )
+        files = await take_copy(self, self.begun, self.image, largest_bytes=self._driver.largest_bytes(self.spec))
+        self._driver.keep(files)
+        return files
+
+    async def left(self) -> None:
+        """Take the session out of the books of its driver."""
+        self._driver.forget(self)
+
+
+class RemoteDriver(SandboxDriver):
+    """Sessions in sandboxes of a service, whose snapshots are copies."""
+
+    def __init__(self, kind: str, settings: RemoteSettings) -> None:
+        """Make sessions of ``kind``."""
+        self.kind = kind
+        self.settings = settings
+        self.missing: dict[str, str] = {}
+        self._sessions: set[RemoteSession] = set()
+        self._copies: set[ChangedFiles] = set()
+
+    @abstractmethod
+    async def begin(self, spec: SandboxSpec, image: str) -> RemoteSession:
+        """Return a session of an image whose server has greeted. It is in the books from the moment on at which the
+        service may have made something for it."""
+
+    @abstractmethod
+    def largest_bytes(self, spec: SandboxSpec) -> int:
+        """Return the size of the largest file that a copy can hold."""
+
+    async def start(self, spec: SandboxSpec) -> RemoteSession:
+        """Start a sandbox of the image, list its files, and make the session's directory."""
+        refuse_invalid(spec)
+        image = spec.image or self.settings.image
+        if not image:
+            raise ConfigError(
+                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
+            )
+        session = await self._begin_listed(spec, image)
+        await session.prepare()
+        return session
+
+    async def fork(self, snapshot: SandboxSnapshot) -> RemoteSession:
+        """Start a sandbox of the image of a snapshot, and make its changes there."""
+        files = snapshot.files
+        if snapshot.released or not isinstance(files, ChangedFiles) or files not in self._copies:
+            raise unusable_snapshot()
+        image = snapshot.spec.image or self.settings.image
+        session = await self._begin_listed(snapshot.spec, image)
+        try:
+            if session.image != files.image:
+                raise EpisodeError(
+                    f"the image {image!r} has changed since the snapshot: {files.image!r}, now {session.image!r}",
+                    remedy="name images by their digest",
+                    reason="session_snapshot",
+                )
+            await put_copy(session, files)
+        except BaseException:
+            await session.give_up("its files could not be made")
+            raise
+        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
+        return session
+
+    async def release(self, snapshot: SandboxSnapshot) -> None:
+        """Give up the copy of a snapshot."""
+        if not snapshot.released:
+            snapshot.released = True
+            if isinstance(snapshot.files, ChangedFiles):
+                self._copies.discard(snapshot.files)
+                snapshot.files.release()
+
+    async def close(self) -> None:
+        """End all sessions, and give up all copies."""
+        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
+        for files in self._copies:
+            files.release()
+        self._copies.clear()
+
+    def keep(self, files: ChangedFiles) -> None:
+        """Take a copy into the books."""
+        self._copies.add(files)
+
+    def enter(self, session: RemoteSession) -> None:
+        """Take a session into the books."""
+        self._sessions.add(session)
+
+    def forget(self, session: RemoteSession) -> None:
+        """Take a session that has ended out of the books."""
+        self._sessions.discard(session)
+
+    async def _begin_listed(self, spec: SandboxSpec, image: str) -> RemoteSession:
+        """Begin a session, and list its files before anything has changed them."""
+        session = await self.begin(spec, image)
+        session.missing = dict(self.missing)
+        if self.settings.snapshots:
+            try:
+                session.begun = await list_files(session)
+            except BaseException:
+                await session.give_up("its files could not be listed")
+                raise
+        return session
+
+
+def read_settings(kind: str, form: type[S], options: Mapping[str, Any]) -> S:
+    """Return the settings of a driver. Raises :class:`~headrace.base.errors.ConfigError` for one that is wrong."""
+    try:
+        return form(**options)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
+        ) from None
