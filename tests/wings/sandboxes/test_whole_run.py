@@ -17,6 +17,7 @@ from headrace.run.session import evaluate, train
 from headrace.run.session.checking import check_env
 from tests.wings.bridges.conftest import PRINTABLE, TEMPLATE
 from tests.wings.sandboxes.task_files import HARBOR, write_task
+from tests.wings.sandboxes.test_mcp import SERVER
 
 
 def make_model(directory: Path) -> Path:
@@ -105,3 +106,28 @@ def test_small_repairs_are_learned_from_branches_that_resume_their_worlds(tmp_pa
     assert summary.eval_after > 0.7
     assert sum(step["metrics"].get("pivots/branches", 0) for step in steps) > 500
     assert not any("branch_env_differs" in warning for warning in summary.warnings)
+
+
+@pytest.mark.slow
+def test_a_run_has_servers_in_its_sessions_and_counts_those_that_fail(tmp_path: Path) -> None:
+    """A task earns something only if its server has been started; in the other one it ends at once."""
+    tests = "#!/bin/bash\ntest -e /tmp/began && wc -c < /app/answer.sh > /logs/verifier/reward.txt\n"
+    start = "touch /tmp/began\n"
+    for name, server in {"good-1": start + SERVER, "good-2": start + SERVER, "bad": "exit 1"}.items():
+        write_task(tmp_path / "tasks" / name, {**HARBOR, "tests/test.sh": tests, "environment/server.sh": server})
+    options = {"action": "line", "image": "machine", "commands": 1, "system": "Go.", "mcp": {"one": "bash server.sh"}}
+    tree = {
+        "model": {"path": str(make_model(tmp_path))},
+        "data": {"path": str(tmp_path / "tasks")},
+        "env": {"kind": "shell", "options": options},
+        "engine": {"max_new_tokens": 6, "max_sequences": 16, "max_context": 1024},
+        "flow": {"groups_per_step": 2, "group_size": 2},
+        "launch": {"engine_threads": 1, "learner_threads": 1},
+        "observe": {"view": "none", "report": False},
+        "run": {"dir": str(tmp_path / "run"), "steps": 3},
+    }
+    summary = train(tree)
+    assert summary.steps == 3
+    assert summary.ledger.episodes.dropped["session_mcp"] >= 1
+    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(step["reward_mean"] > 0 for step in steps)

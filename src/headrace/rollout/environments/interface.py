@@ -51,7 +51,8 @@ class Env:
 
     tools: Sequence[Callable[..., Any]] = ()
     """Functions with types and docstrings that the model may call, methods of the object included. The returned value,
-    or the error, is the tool's answer, and the model continues. :meth:`step` gets the answers that call no tool."""
+    or the error, is the tool's answer, and the model continues. A tool that has a description already is a
+    :class:`~headrace.rollout.environments.tools.DescribedTool`. :meth:`step` gets the answers that call no tool."""
     seed: int = 0
     """A seed for draws of the environment. It differs between the episodes of a run, and is the same in a
     repetition."""

@@ -14,7 +14,7 @@ from headrace.base.types.chat import ChatOptions, Message, Reply, Tool
 from headrace.base.types.episode import AttemptKind
 from headrace.rollout.environments.base import Answering
 from headrace.rollout.environments.interface import Messages, as_messages
-from headrace.rollout.environments.tools import ToolFunction, call_tools
+from headrace.rollout.environments.tools import DescribedTool, ToolFunction, call_tools, described
 
 Tools = Sequence[Tool | Callable[..., Any]]
 """The tools that the model may call: functions with types and docstrings, or descriptions only."""
@@ -60,7 +60,7 @@ class EpisodePolicy:
         the event loop."""
         self._episode = episode
         self._executor = executor
-        self._functions: dict[Callable[..., Any], ToolFunction] = {}
+        self._functions: dict[Callable[..., Any], ToolFunction | DescribedTool] = {}
         self.seed = episode.seed
         """A seed for draws of the rollout. It differs between the episodes of a run, and is the same in a
         repetition."""
@@ -98,8 +98,8 @@ class EpisodePolicy:
         Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
         """
-        described = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
-        return await self._episode.reply(as_messages(messages), described, _as_options(options))
+        offered = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
+        return await self._episode.reply(as_messages(messages), offered, _as_options(options))
 
     async def sample(self, ids: Sequence[int], **options: Unpack[Options]) -> Reply:
         """Return the model's answer to these tokens, which are its whole input."""
@@ -111,10 +111,10 @@ class EpisodePolicy:
         functions = {made.tool.name: made for made in map(self._function, tools)}
         return await call_tools(message, functions, self._executor)
 
-    def _function(self, function: Callable[..., Any]) -> ToolFunction:
+    def _function(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:
         """Return the described tool of a function, which is made once per episode."""
         if function not in self._functions:
-            self._functions[function] = ToolFunction(function)
+            self._functions[function] = described(function)
         return self._functions[function]
 
 

@@ -17,7 +17,7 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, TypeVar, get_type_hints
 
@@ -70,8 +70,23 @@ class ToolFunction:
         return Message(role="tool", content=_as_text(returned), tool_call_id=call.id, name=call.name)
 
 
+class DescribedTool:
+    """A tool with a description of its own, such as one of an MCP server, whose calls are passed on as the model has
+    written them."""
+
+    def __init__(self, tool: Tool, answer: Callable[[ToolCall], Awaitable[Message]]) -> None:
+        """Offer ``tool``. ``answer`` returns the answer to a call of it; what it raises ends the episode."""
+        self.tool = tool
+        """The description of the tool for the model."""
+        self._answer = answer
+
+    async def __call__(self, call: ToolCall, executor: Executor | None = None) -> Message:
+        """Return the answer to a call. It needs no thread of ``executor``."""
+        return await self._answer(call)
+
+
 async def call_tools(
-    message: Message, tools: Mapping[str, ToolFunction], executor: Executor | None = None
+    message: Message, tools: Mapping[str, ToolFunction | DescribedTool], executor: Executor | None = None
 ) -> list[Message]:  # fmt: skip
     """Return the answers to the calls in ``message``, made one after the other. ``tools`` are the functions by name;
     plain ones run in ``executor``. A call of an unknown tool is answered with an error."""
@@ -85,14 +100,19 @@ async def call_tools(
     return answers
 
 
-def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction]:
-    """Return the functions, described as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two have the
-    same name."""
-    made = [ToolFunction(function) for function in functions]
+def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
+    """Return the functions, described as tools, and tools that have a description, by name. Raises
+    :class:`~headrace.base.errors.EnvError` if two have the same name."""
+    made = [described(function) for function in functions]
     found = {tool.tool.name: tool for tool in made}
     if len(found) < len(made):
         raise EnvError(f"two tools have one name: {[tool.tool.name for tool in made]}", remedy="rename one of them")
     return found
+
+
+def described(function: Callable[..., Any]) -> ToolFunction | DescribedTool:
+    """Return a function of the user as a tool; one that has a description is returned as it is."""
+    return function if isinstance(function, DescribedTool) else ToolFunction(function)
 
 
 def _arguments_model(

@@ -194,6 +194,16 @@ class SandboxSession(ABC):
             self._take_state(done.state)
         return _finished(done)
 
+    async def run_apart(
+        self, script: str, *arguments: str, stdin: bytes = b"", limits: SandboxLimits | None = None
+    ) -> Execution:
+        """Run a script of bash apart from the shell, whose directory and variables it neither sees nor changes, and
+        return the result in bytes. It begins in ``/``; ``arguments`` are its ``$1``, ``$2``, and so on."""
+        argv = [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
+        given = limits or self.spec.limits
+        async with self._running():
+            return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=given)
+
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file, whose path may be relative to the directory. Raises
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""

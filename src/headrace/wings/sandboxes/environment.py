@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, Literal, Self
 
 import msgspec
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from headrace.base.types.chat import Message
+from headrace.base.errors import ConfigError, EpisodeError
+from headrace.base.types.chat import Message, ToolCall
+from headrace.base.types.episode import AttemptKind
 from headrace.rollout.environments.interface import Env, Messages, StepResult
+from headrace.rollout.environments.tools import DescribedTool
 from headrace.rollout.scoring.sandbox import Finished, Reason
-from headrace.wings.sandboxes import SandboxSession
+from headrace.wings.bridges.mcp import Tools
+from headrace.wings.sandboxes import SandboxSession, mcp
 from headrace.wings.sandboxes.changes import FileChanges
 from headrace.wings.sandboxes.moments import ForkedWorld
 from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
@@ -36,6 +43,10 @@ _SYSTEM = {
     "task is done, answer without a call.",
 }
 """What a model is told, by the form of its actions."""
+_SYSTEM_MCP = " In place of a command, an answer may call the other tools that you have."
+"""What it is told besides where servers offer tools."""
+_OVER = "There is no time for more commands: answer without a call."
+_SERVER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ShellSettings(WorldSettings):
@@ -55,6 +66,28 @@ class ShellSettings(WorldSettings):
     """The number of episodes that have ended whose worlds are kept by each worker, so that branches of them
     (``flow.pivots``) continue from the moment where they leave. Branches of others run the commands again."""
 
+    mcp: dict[str, str] = Field(default_factory=dict)
+    """MCP servers that run in the session: the command of each, as for bash, by its name. They begin in the directory
+    of the task, and talk over their standard input and output. Their tools are offered besides the form of actions; a
+    call counts as a command."""
+    mcp_s: float = Field(default=60.0, gt=0)
+    """The longest wait for one answer of such a server, its start included, in seconds."""
+
+    @model_validator(mode="after")
+    def _servers_can_be_run(self) -> Self:
+        """Refuse servers without a usable name or a command, and servers where the package of clients is missing."""
+        for name, command in self.mcp.items():
+            if not _SERVER_NAME.fullmatch(name) or not command.strip():
+                raise ConfigError(
+                    f"mcp.{name}={command!r} is no server",
+                    remedy="give it a name of letters, digits, - and _, and a command",
+                )
+        if self.mcp and find_spec("mcp") is None:
+            raise ConfigError(
+                f"mcp={sorted(self.mcp)} needs the package mcp", remedy="pip install 'headrace[mcp]', or leave mcp out"
+            )
+        return self
+
     @property
     def worlds(self) -> WorldConfig:
         """What the worlds of all tasks have in common."""
@@ -68,6 +101,7 @@ class ShellEnv(Env):
         """Read ``env.options``. Raises :class:`~headrace.base.errors.EnvError` for one that cannot be used."""
         self.settings = read_settings(ShellSettings, options)
         self.tools: Sequence[Callable[..., Any]] = (self.run,) if self.settings.action == "tool" else ()
+        self._servers = AsyncExitStack()
         self._task: TaskDirectory | None = None
         self._world: ForkedWorld | None = None
         self._changes: FileChanges | None = None
@@ -80,12 +114,16 @@ class ShellEnv(Env):
         self._task = self.settings.read_task(task)
         worlds = shared_worlds(self.settings.worlds)
         key = task_key(task)
-        self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self.attempt_kind)
+        self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self._attempt_kind)
         if self._world.session is not None:
             self.settings.refuse_unguarded(self._world.session)
         self._changes = FileChanges(task_directory(self._task))
         self._until_s = now_s() + self._task.agent_s
-        system = _SYSTEM[self.settings.action] if self.settings.system is None else self.settings.system
+        if self.settings.mcp:
+            await self._start_servers(await self._enter())
+            self._until_s = now_s() + self._task.agent_s
+        explained = _SYSTEM[self.settings.action] + (_SYSTEM_MCP if self.settings.mcp else "")
+        system = explained if self.settings.system is None else self.settings.system
         messages = [Message(role="system", content=system)] if system else []
         return [*messages, Message(role="user", content=self._task.instruction)]
 
@@ -115,7 +153,7 @@ class ShellEnv(Env):
         """
         assert self._world is not None
         if self._is_over():
-            return "There is no time for more commands: answer without a call."
+            return _OVER
         self._commands += 1
         moment = self._world.repeat(command)
         if moment is not None:
@@ -128,8 +166,43 @@ class ShellEnv(Env):
 
     async def close(self) -> None:
         """End the session."""
+        await self._servers.aclose()
         if self._world is not None:
             await self._world.leave()
+
+    @property
+    def _attempt_kind(self) -> AttemptKind:
+        """The kind of the attempt for its world. A world in which servers run has no snapshot after its beginning, so
+        that a branch runs all commands and calls again, in a world of its own."""
+        return AttemptKind.ALONE if self.settings.mcp else self.attempt_kind
+
+    async def _start_servers(self, session: SandboxSession) -> None:
+        """Start the MCP servers in the session, and offer their tools."""
+        offered: dict[str, Tools] = {}
+        for name, command in self.settings.mcp.items():
+            server = mcp.served(session, name, command, answer_s=self.settings.mcp_s, left_s=self._left_s)
+            offered[name] = await self._servers.enter_async_context(server)
+        mcp.refuse_same_names(offered, taken=self.run.__name__ if self.settings.action == "tool" else "")
+        calls = [(tool, partial(self._call, tools)) for tools in offered.values() for tool in tools.described]
+        self.tools = [*self.tools, *(DescribedTool(tool, call) for tool, call in calls)]
+
+    async def _call(self, tools: Tools, call: ToolCall) -> Message:
+        """Return a server's answer to a call, which the time of the agent may cut off."""
+        answer = Message(role="tool", content=_OVER, tool_call_id=call.id, name=call.name, failed=True)
+        if self._is_over():
+            return answer
+        self._commands += 1
+        try:
+            done = await tools.call(call)
+        except EpisodeError as error:
+            if error.reason != mcp.FAILED or self._left_s() > 0:
+                raise
+            return msgspec.structs.replace(answer, content="[the call was ended: wall time]")
+        return msgspec.structs.replace(done, content=self._shortened(done.content))
+
+    def _left_s(self) -> float:
+        """Return the time that the agent has left, in seconds."""
+        return self._until_s - now_s()
 
     async def _enter(self) -> SandboxSession:
         """Return the session of the attempt, which begins where a branch leaves its origin."""
@@ -166,16 +239,20 @@ class ShellEnv(Env):
     async def _end(self) -> StepResult:
         """Run the tests, and end the episode with their reward."""
         assert self._task is not None
+        await self._servers.aclose()
         return StepResult(reward=await grade(await self._enter(), self._task), done=True)
 
     def _observation(self, done: Finished) -> str:
         """Return what the model reads of a command's result."""
-        text = done.stdout + done.stderr
-        most = self.settings.output_chars
-        if len(text) > most:
-            left_out = len(text) - most
-            text = f"{text[: most // 2]}\n[{left_out} characters left out]\n{text[-(most - most // 2) :]}"
+        text = self._shortened(done.stdout + done.stderr)
         if done.reason is not Reason.EXITED:
             return f"{text}\n[the command was ended: {done.reason.replace('_', ' ')}]".lstrip("\n")
         ending = f"[exit code {done.exit_code}]" if done.exit_code or not text.strip() else ""
         return "\n".join(part for part in (text.rstrip("\n"), ending) if part)
+
+    def _shortened(self, text: str) -> str:
+        """Return the beginning and the end of a text that is too long."""
+        most = self.settings.output_chars
+        if len(text) <= most:
+            return text
+        return f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most - most // 2) :]}"
