@@ -62,8 +62,10 @@ def test_a_fork_is_an_exact_copy_of_what_was_changed(cluster: Any) -> None:
     touch -d '2001-02-03 04:05:06.123456789' d/f; rm /usr/bin/wc; echo more >> /usr/bin/seq
     head -c 20000000 /dev/zero > big
     """
-    look = "cd /; find workspace usr/bin tmp -printf '%p %y %m %U %G %n %T@ %l\\n' | sort"
-    look += "; tail -n 1 usr/bin/seq | tail -c 5"
+    look = (
+        "cd /; find workspace usr/bin tmp -printf '%p %y %m %U %G %n %T@ %l\\n' | sort; "
+        "tail -n 1 usr/bin/seq | tail -c 5"
+    )
 
     async def body() -> None:
         async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:

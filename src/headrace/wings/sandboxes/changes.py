@@ -43,12 +43,10 @@ class FileChanges:
         """Return when each file was changed last; ``None`` where that cannot be found out."""
         command = rf"cd {quote(self._directory)} && find . -xdev ! -type d -printf '%C@ %P\0'"
         limits = replace(session.spec.limits, wall_s=LIST_S, output_bytes=MOST_BYTES)
-        directory, variables = session.directory, session.variables
         try:
-            done = await session.run(command, limits=limits)
+            done = await session.inspect(command, limits=limits)
         except EpisodeError:  # the session has ended: the next command tells so
             return None
-        session.directory, session.variables = directory, variables
         entries = (entry.partition(" ") for entry in done.stdout.split("\0") if entry)
         return {name: changed for changed, _, name in entries} if done.ok else None
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-from pydantic import Field, ValidationError
+from pydantic import Field
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
@@ -37,6 +37,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_arguments
+from headrace.wings.sandboxes.served.settings import driver_settings
 
 LABEL = "headrace.owner"
 SNAPSHOTS = "headrace-snapshot"
@@ -100,14 +101,7 @@ class ContainerDriver(SandboxDriver):
     async def open(cls, kind: str, readable: Sequence[str], options: Mapping[str, Any]) -> ContainerDriver:
         """Open the driver, and remove what drivers have left whose processes died. Raises
         :class:`~headrace.base.errors.EnvError` where the client is missing or does not reach its service."""
-        try:
-            settings = ContainerSettings(**options)
-        except ValidationError as error:
-            first = error.errors()[0]
-            name = ".".join(map(str, first["loc"]))
-            raise ConfigError(
-                f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
-            ) from None
+        settings = driver_settings(kind, ContainerSettings, options)
         client = shutil.which(settings.client or kind)
         if client is None:
             raise EnvError(

@@ -31,10 +31,10 @@ from headrace.wings.sandboxes.served.hosted import (
     quietly,
     refuse_missing,
     refuse_readable,
-    settings_of,
     whole_seconds,
     words_of,
 )
+from headrace.wings.sandboxes.served.settings import driver_settings
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
@@ -259,7 +259,7 @@ def _decoded(line: str) -> bytes:
 
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
     """Open the driver of E2B. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
-    settings = settings_of(E2BSettings, "e2b", options)
+    settings = driver_settings("e2b", E2BSettings, options)
     refuse_missing("e2b")
     refuse_readable("e2b", readable)
     driver = E2BDriver(settings)

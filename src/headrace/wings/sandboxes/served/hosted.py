@@ -21,10 +21,7 @@ from importlib.util import find_spec
 from itertools import count
 from typing import Any, TypeVar
 
-from pydantic import ValidationError
-
 from headrace.base.clock import RealClock
-from headrace.base.config import Section
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes.base import (
     SandboxDriver,
@@ -36,7 +33,6 @@ from headrace.wings.sandboxes.base import (
 from headrace.wings.sandboxes.served.containers import LABEL, LINE_BYTES, owner_name
 from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_program
 
-S = TypeVar("S", bound=Section)
 T = TypeVar("T")
 CALL_S = 120.0
 """The longest time of a call of a service."""
@@ -90,18 +86,6 @@ def is_of_launcher(line: bytes) -> bool:
 def whole_seconds(spec: SandboxSpec) -> int:
     """Return the time after which a service ends the machine of a session."""
     return max(1, math.ceil(spec.life_s))
-
-
-def settings_of(section: type[S], kind: str, options: Mapping[str, Any]) -> S:
-    """Return the settings of a kind. Raises :class:`~headrace.base.errors.ConfigError` for one that does not fit."""
-    try:
-        return section(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
-        ) from None
 
 
 def refuse_readable(kind: str, readable: Sequence[str]) -> None:

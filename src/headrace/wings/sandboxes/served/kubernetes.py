@@ -24,8 +24,9 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import SandboxSpec
 from headrace.wings.sandboxes.served.containers import is_dead, owner_name
-from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings, read_settings
+from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings
 from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
+from headrace.wings.sandboxes.served.settings import driver_settings
 
 if TYPE_CHECKING:
     from headrace.wings.sandboxes.served.cluster import KubernetesCluster
@@ -130,7 +131,7 @@ class KubernetesDriver(RemoteDriver):
     async def open(cls, readable: Sequence[str], options: Mapping[str, Any]) -> KubernetesDriver:
         """Open the driver, and remove what drivers of this machine have left whose processes died. Raises
         :class:`~headrace.base.errors.EnvError` where the client package is missing or the cluster refuses."""
-        settings = read_settings("kubernetes", KubernetesSettings, options)
+        settings = driver_settings("kubernetes", KubernetesSettings, options)
         if readable:
             raise ConfigError(
                 f"sandboxes of kind 'kubernetes' cannot show the paths {list(readable)} of this machine",

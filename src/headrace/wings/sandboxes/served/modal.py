@@ -27,10 +27,10 @@ from headrace.wings.sandboxes.served.hosted import (
     quietly,
     refuse_missing,
     refuse_readable,
-    settings_of,
     whole_seconds,
     words_of,
 )
+from headrace.wings.sandboxes.served.settings import driver_settings
 
 if TYPE_CHECKING:
     import modal
@@ -198,7 +198,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDriver:
     """Open the driver of Modal. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
-    settings = settings_of(ModalSettings, "modal", options)
+    settings = driver_settings("modal", ModalSettings, options)
     refuse_missing("modal")
     refuse_readable("modal", readable)
     driver = ModalDriver(settings)

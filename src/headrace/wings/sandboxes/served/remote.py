@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Mapping
-from typing import Any, TypeVar
-
-from pydantic import ValidationError
 
 from headrace.base.config import Section
 from headrace.base.errors import ConfigError, EpisodeError
@@ -22,7 +18,6 @@ from headrace.wings.sandboxes.base import (
 from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
 from headrace.wings.sandboxes.served.session import ServedSession
 
-S = TypeVar("S", bound="RemoteSettings")
 OWN_BYTES = 64 * MIB
 """The memory that a sandbox has beyond that of its session, for the server."""
 
@@ -160,15 +155,3 @@ class RemoteDriver(SandboxDriver):
                 await session.give_up("its files could not be listed")
                 raise
         return session
-
-
-def read_settings(kind: str, form: type[S], options: Mapping[str, Any]) -> S:
-    """Return the settings of a driver. Raises :class:`~headrace.base.errors.ConfigError` for one that is wrong."""
-    try:
-        return form(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name = ".".join(map(str, first["loc"]))
-        raise ConfigError(
-            f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
-        ) from None
