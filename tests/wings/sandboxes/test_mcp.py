@@ -21,9 +21,9 @@ from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.wings.bridges.mcp import Tools
 from headrace.wings.sandboxes import SandboxSession, environment
-from headrace.wings.sandboxes.environment import ShellEnv
+from headrace.wings.sandboxes.environment import ShellEnv, ShellSettings
 from headrace.wings.sandboxes.mcp import FOLDER, served
-from headrace.wings.sandboxes.world import close_shared_worlds
+from headrace.wings.sandboxes.world import close_shared_worlds, shared_worlds
 from tests.wings.sandboxes.conftest import Sandboxes
 from tests.wings.sandboxes.task_files import HARBOR, write_task
 from tests.wings.sandboxes.test_environment import SOLVED, Saying, block
@@ -68,9 +68,9 @@ while IFS= read -r line; do
       say '"method":"notifications/message","params":{"level":"info","data":"x"}'
       text calm ;;
     *'"name":"ask"'*)
-      say '"id":"question","method":"ping"'
-      IFS= read -r answer
-      [[ $answer == *'"id":"question"'* && $answer == *'"result"'* ]] && text answered ;;
+      say '"id":"first","method":"ping"' && say '"id":"second","method":"ping"'
+      IFS= read -r answer && IFS= read -r other
+      [[ $answer$other == *'"id":"first"'*'"id":"second"'* && $other == *'"result"'* ]] && text answered ;;
     *'"name":"log"'*) yes "$(printf '%.0sx' {1..79})" | head -n 5000; text logged ;;
     *'"name":"die"'*) echo 'out of words' >&2; exit 3 ;;
     *'"name":"flood"'*) yes "$(say '"method":"notifications/progress"')" ;;
@@ -102,7 +102,7 @@ def test_tools_are_listed_and_called_in_every_kind_of_sandbox(any_sandboxes: San
             assert [(tool.name, tool.description) for tool in tools.described] == [
                 ("echo", "It can echo."), ("count", "It can count."),
             ]  # fmt: skip
-            await session.run("mkdir /tmp/gone; cd /tmp/gone; rmdir /tmp/gone; export line=mine BASH_ENV=/tmp/none")
+            await session.run("mkdir /tmp/gone; cd /tmp/gone; rmdir /tmp/gone; export PATH=/none BASH_ENV=/tmp/none")
             before = (session.directory, session.variables)
             for text in ("hello", "é" * 40_000, "again"):
                 assert (await tools.call(call("echo", text=text))).content == text
@@ -150,6 +150,7 @@ def test_a_server_that_fails_in_a_call_fails_the_episode_by_name(
         ("no-such-server --now", "has ended: .*no-such-server: command not found"),
         ("sleep 99", r"has not answered in 0\.5 s"),
         ("exec cat", "cannot be talked to: MCPError"),
+        ("seq 20000; exec cat > /dev/null", "has written more than 1048576 bytes or 10000 lines"),
         ("yes", "has written more than 1048576 bytes or 10000 lines"),
         ("bash /tmp/server.sh echo on", "cannot be talked to: EpisodeError: .*more than 100 pages"),
     ],
@@ -315,6 +316,11 @@ def test_a_branch_runs_commands_and_calls_again_in_a_world_of_its_own(runner: as
     ]
     assert read[0][1:] == ["1 in /app with set", "1", "2 in /app with set"]
     assert read[1] == read[2] == read[0]
+
+    async def kept() -> int:
+        return len(shared_worlds(ShellSettings(image="machine", mcp=ONE).worlds)._moments._kept)
+
+    assert runner.run(kept()) == 0  # moments without a snapshot are of no use
 
 
 @pytest.mark.parametrize(
