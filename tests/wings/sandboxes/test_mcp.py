@@ -102,7 +102,7 @@ def test_tools_are_listed_and_called_in_every_kind_of_sandbox(any_sandboxes: San
             assert [(tool.name, tool.description) for tool in tools.described] == [
                 ("echo", "It can echo."), ("count", "It can count."),
             ]  # fmt: skip
-            await session.run("mkdir /tmp/gone; cd /tmp/gone; rmdir /tmp/gone; export PATH=/none BASH_ENV=/tmp/none")
+            await session.run("cd /tmp; export PATH=/none")
             before = (session.directory, session.variables)
             for text in ("hello", "é" * 40_000, "again"):
                 assert (await tools.call(call("echo", text=text))).content == text
