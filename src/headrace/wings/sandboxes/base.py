@@ -204,14 +204,6 @@ class SandboxSession(ABC):
         async with self._running():
             return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=given)
 
-    async def inspect(self, command: str, *, limits: SandboxLimits) -> Finished:
-        """Run a command in a shell that neither sees nor changes the directory and the variables of the agent's, and
-        return the result: to find something out about the files."""
-        argv = [self.programs["bash"], "--norc", "--noprofile", "-c", command]
-        async with self._running():
-            done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
-        return _finished(done)
-
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file, whose path may be relative to the directory. Raises
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""

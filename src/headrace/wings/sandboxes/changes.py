@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from shlex import quote
 
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
@@ -16,6 +15,8 @@ MOST_BYTES = 8 * MIB
 """The longest list of files that is read; of a directory with more files no changes are told."""
 LIST_S = 10.0
 """The longest time of making a list."""
+_LIST = """cd -- "$1" && find . -xdev ! -type d -printf '%C@ %P\\0'"""
+"""A script that lists the files below a directory, each with the time of its last change."""
 
 
 class FileChanges:
@@ -41,14 +42,15 @@ class FileChanges:
 
     async def _list(self, session: SandboxSession) -> Mapping[str, str] | None:
         """Return when each file was changed last; ``None`` where that cannot be found out."""
-        command = rf"cd {quote(self._directory)} && find . -xdev ! -type d -printf '%C@ %P\0'"
         limits = replace(session.spec.limits, wall_s=LIST_S, output_bytes=MOST_BYTES)
         try:
-            done = await session.inspect(command, limits=limits)
+            done = await session.run_apart(_LIST, self._directory, limits=limits)
         except EpisodeError:  # the session has ended: the next command tells so
             return None
-        entries = (entry.partition(" ") for entry in done.stdout.split("\0") if entry)
-        return {name: changed for changed, _, name in entries} if done.ok else None
+        if done.status != 0:
+            return None
+        entries = done.stdout.decode("utf-8", "replace").rstrip("\0").split("\0")
+        return {name: changed for changed, _, name in (entry.partition(" ") for entry in entries)}
 
 
 def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str:
