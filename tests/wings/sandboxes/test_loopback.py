@@ -175,6 +175,31 @@ time.sleep(100)
     with_session(sandboxes, body)
 
 
+def test_a_connection_to_a_silent_server_outside_ends_with_the_session(sandboxes: Sandboxes) -> None:
+    """Neither end closes it by itself: the program is killed, and the server waits for ever."""
+
+    async def body() -> None:
+        begun, over = asyncio.Event(), asyncio.Event()
+
+        async def listen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            begun.set()
+            await over.wait()
+            writer.close()
+
+        async with await asyncio.start_server(listen, "127.0.0.1", 0) as server:
+            address = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            session = await sandboxes.driver.start(SandboxSpec(loopback=True, forwards={PORT: address}))
+            await session.run(f"(exec 3<>/dev/tcp/127.0.0.1/{PORT}; sleep 100 <&3 &)")
+            await begun.wait()
+            await session.stop()
+            async with asyncio.timeout(20):
+                while len(asyncio.all_tasks()) > 2:  # noqa: ASYNC110 - this one, and the server's
+                    await asyncio.sleep(0.01)
+            over.set()
+
+    sandboxes(body())
+
+
 def test_an_address_that_cannot_be_reached_closes_the_connection_of_the_program(sandboxes: Sandboxes) -> None:
     async def body() -> None:
         async with Outside() as outside:

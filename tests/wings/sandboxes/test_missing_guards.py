@@ -1,4 +1,5 @@
-"""The jail where the kernel refuses overlays: forks are copies there."""
+"""The jail where the kernel refuses a guard: forks are copies without overlays, and there is no network without one of
+its own."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
 from headrace.wings.sandboxes.local import driver as local
 
@@ -18,17 +20,42 @@ import host
 def refuse(layers):
     raise OSError("refused by this test")
 
-host.root.probe_overlay = refuse
+def succeeds(attempt):
+    return attempt.args != (host.kernel.NEW_NET,)
+
+{change}
 host.main(socket.socket(fileno=int(sys.argv[1])), json.loads(sys.argv[2]))
 """
+
+
+def weaken(folder: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """Have the drivers of a test start a host in which a guard is refused."""
+    program = folder / "host.py"
+    program.write_text(HOST.format(folder=str(local.HOST.parent), change=change))
+    monkeypatch.setattr(local, "HOST", program)
+
+
+def test_without_a_network_of_its_own_a_session_has_no_loopback_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its ports would be those of the machine."""
+    weaken(tmp_path, monkeypatch, "host.processes.succeeds = succeeds")
+
+    async def body() -> None:
+        async with await open_sandboxes("jail") as driver:
+            assert "network" in driver.missing
+            with pytest.raises(EpisodeError, match="a loopback network needs a namespace of its own") as refused:
+                await driver.start(SandboxSpec(loopback=True))
+            assert refused.value.reason == "session_start"
+            await driver.start(SandboxSpec())
+
+    asyncio.run(body())
 
 
 def test_forks_have_the_files_of_their_origin_and_leave_them_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program = tmp_path / "host.py"
-    program.write_text(HOST.format(folder=str(local.HOST.parent)))
-    monkeypatch.setattr(local, "HOST", program)
+    weaken(tmp_path, monkeypatch, "host.root.probe_overlay = refuse")
 
     async def body() -> None:
         async with await open_sandboxes("jail") as driver:
