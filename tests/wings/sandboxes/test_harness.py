@@ -69,13 +69,15 @@ def runner() -> Iterator[asyncio.Runner]:
         made.run(close_shared_worlds())
 
 
-def attempt(runner: asyncio.Runner, task: Path, endpoint: Endpoint, base_url: str = "", **options: Any) -> Episode:
+def attempt(
+    runner: asyncio.Runner, task: Path, endpoint: Endpoint, base_url: str = "", host: str = "127.0.0.1", **options: Any
+) -> Episode:
     """Attempt a task with a program; the episode's endpoint stands on this machine."""
     write_task(task, {"environment/agent.py": AGENT})
 
     async def body() -> Episode:
-        server = await asyncio.start_server(endpoint.serve, "127.0.0.1", 0)
-        url = base_url or f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        server = await asyncio.start_server(endpoint.serve, host, 0)
+        url = base_url or f"http://{host}:{server.sockets[0].getsockname()[1]}"
         variables = {
             "OPENAI_BASE_URL": f"{url}/v1", "OPENAI_API_KEY": KEY, "ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": KEY,
         }  # fmt: skip
@@ -105,11 +107,23 @@ def test_a_program_reaches_its_episode_and_its_tests_are_the_reward(
     assert attempt(runner, task, Endpoint("true"), sandbox=kind).reward == 0.25
 
 
+def test_an_endpoint_elsewhere_is_reached_under_the_address_of_the_session(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    task = write_task(tmp_path / "one", HARBOR)
+    kept = {"keep": ["/tmp/seen"], "keep_in": str(tmp_path / "kept")}
+    endpoint = Endpoint("env | grep _URL > /tmp/seen")
+    attempt(runner, task, endpoint, host="127.0.0.2", **kept)
+    assert len(endpoint.asked) == 1
+    assert (tmp_path / "kept/one-0/seen").read_text().count("=http://127.0.0.1:") == 2
+
+
 def test_it_is_alone_with_its_endpoint(runner: asyncio.Runner, tmp_path: Path) -> None:
     """Not even the variables of this process are there, nor a server of this machine beside the endpoint."""
     task = write_task(tmp_path / "one", HARBOR)
     options = {"keep": ["/tmp/seen"], "keep_in": str(tmp_path / "kept"), "variables": {"MORE": "given"}}
-    look = "env > /tmp/seen; for p in 22 80 6379; do (: < /dev/tcp/127.0.0.1/$p) 2>> /tmp/seen; done; true"
+    look = "env > /tmp/seen; ulimit -v >> /tmp/seen; "
+    look += "for p in 22 80 6379; do (: < /dev/tcp/127.0.0.1/$p) 2>> /tmp/seen; done; true"
 
     with socket.create_server(("127.0.0.1", 0)) as other:
         attempt(runner, task, Endpoint(look.replace("6379", str(other.getsockname()[1]))), **options)
@@ -118,6 +132,7 @@ def test_it_is_alone_with_its_endpoint(runner: asyncio.Runner, tmp_path: Path) -
     assert {"MORE", "WORD", "OPENAI_API_KEY", "ANTHROPIC_BASE_URL", "HEADRACE_INSTRUCTION"} <= names
     assert not names & {"PYTEST_CURRENT_TEST", "VIRTUAL_ENV", "SHELL", "USER"}
     assert seen.lower().count("connection refused") >= 3
+    assert f"\n{256 << 20}\n" in seen  # KiB of addresses: programs of Node.js reserve them
 
 
 @pytest.mark.parametrize(("on_exit_code", "reward"), [("fail", None), ("grade", 0.25)])

@@ -229,3 +229,17 @@ def test_ways_that_cannot_be_are_refused_by_name(
 ) -> None:
     with pytest.raises(ConfigError, match="forwards="):
         sandboxes.start(loopback=loopback, forwards=forwards)
+
+
+def test_the_user_of_a_session_and_of_its_forks_has_a_name(sandboxes: Sandboxes) -> None:
+    """Programs of Node.js and git ask for it."""
+
+    async def body() -> None:
+        async with await sandboxes.driver.start(SandboxSpec()) as session:
+            assert (await session.run("whoami; id -gn")).stdout == "agent\nagent\n"
+            snapshot = await session.snapshot()
+            async with await sandboxes.driver.fork(snapshot) as fork:
+                assert (await fork.run("whoami; id -gn")).stdout == "agent\nagent\n"
+            await sandboxes.driver.release(snapshot)
+
+    sandboxes(body())
