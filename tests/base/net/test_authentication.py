@@ -67,7 +67,7 @@ SERVERS = {
     "wings/agents/serving.py": "the application of wings/agents/app.py",
     "sync/http.py": "tested here",
     "testing/servers/__init__.py": "fakes of vLLM and SGLang on loopback, for tests alone",
-    "wings/sandboxes/local/forwards.py": "on the loopback interface of a session alone; what is behind it asks for a key",
+    "wings/sandboxes/local/forwards.py": "on the loopback interface of a session; what is behind it asks for a key",
     "wings/tinker/app.py": "tested here",
     "wings/tinker/run.py": "the application of wings/tinker/app.py",
     "wings/view/app.py": "tested here",
