@@ -222,6 +222,7 @@ def make_acting_model(directory: Path) -> Path:
 def mini_swe_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An environment of its own with mini-swe-agent from PyPI."""
     directory = tmp_path_factory.mktemp("mini")
+    directory.chmod(0o755)  # the user of a session is another one
     venv.create(directory, with_pip=True)
     command = [directory / "bin/pip", "install", "--quiet", "mini-swe-agent"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=900)
