@@ -232,6 +232,7 @@ def mini_swe_agent(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_fifty_episodes_of_mini_swe_agent_are_trained_as_it_has_written_them_down(
     tmp_path: Path, mini_swe_agent: Path
 ) -> None:
