@@ -20,7 +20,7 @@ import pytest
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox import Reason
 from headrace.wings.sandboxes import LIMITS, SandboxSpec, SessionEnded, open_sandboxes
-from headrace.wings.sandboxes.served import containers
+from headrace.wings.sandboxes.served import owners
 from tests.wings.sandboxes.conftest import Sandboxes, container_options, memory_folder
 from tests.wings.sandboxes.test_ends import of_sessions, wait_until
 
@@ -50,7 +50,7 @@ def sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
 
 def listed(sandboxes: Sandboxes, *words: str) -> list[str]:
     """What the client lists."""
-    command = [sandboxes.options["client"], *words, "--filter", f"label={containers.LABEL}", "--format"]
+    command = [sandboxes.options["client"], *words, "--filter", f"label={owners.LABEL}", "--format"]
     command.append("{{.Names}}" if words[0] == "ps" else "{{.Repository}}:{{.Tag}}")
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
 
@@ -122,19 +122,19 @@ def test_stopped_sessions_and_released_snapshots_leave_nothing(sandboxes: Sandbo
 
 
 def test_owners_that_live_or_cannot_be_known_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = containers.owner_name()
+    own = owners.owner_name()
     with monkeypatch.context() as patched:  # somebody sets the clock
         patched.setattr(psutil.Process, "create_time", lambda *_, **__: 5e9)
-        assert not containers.is_dead(own)
+        assert not owners.is_dead(own)
     machine, boot, space, pid, start = own.split("-")
-    assert not containers.is_dead(f"{own}-7")
-    assert containers.is_dead(f"{machine}-{boot}-{space}-{pid}-{int(start) - 5}-7")  # the number was given again
+    assert not owners.is_dead(f"{own}-7")
+    assert owners.is_dead(f"{machine}-{boot}-{space}-{pid}-{int(start) - 5}-7")  # the number was given again
     gone = subprocess.Popen(["true"])
     gone.wait()
-    assert containers.is_dead(f"{machine}-{boot}-{space}-{gone.pid}-{start}-7")
-    assert containers.is_dead(f"{machine}-other-{space}-{pid}-{start}-7")
+    assert owners.is_dead(f"{machine}-{boot}-{space}-{gone.pid}-{start}-7")
+    assert owners.is_dead(f"{machine}-other-{space}-{pid}-{start}-7")
     for name in (f"other-{boot}-{space}-1-2-3", f"{machine}-{boot}-1-{gone.pid}-{start}-7", "something", "a-b-c-d-e"):
-        assert not containers.is_dead(name)
+        assert not owners.is_dead(name)
 
 
 @pytest.mark.parametrize(

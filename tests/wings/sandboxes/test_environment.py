@@ -296,3 +296,10 @@ def test_what_commands_have_changed_is_shown_with_their_answers(runner: asyncio.
     assert [columns.get("files", "") for columns in ended.extra.values()][3].endswith("+ lib/21, and 19 more")
     assert all(0 < columns["seconds"] < 60 for columns in list(ended.extra.values())[:4])
     assert ended.reward == 1.0
+
+
+def test_changes_are_not_looked_for_where_that_is_not_wanted(runner: asyncio.Runner, tmp_path: Path) -> None:
+    task = write_task(tmp_path / "one", HARBOR)
+    ended, _ = attempt(runner, task, [block("touch new"), block("submit")], show_changes=False)
+    (shown,) = ended.extra.values()
+    assert shown.keys() == {"seconds"}

@@ -164,6 +164,8 @@ def test_a_program_whose_time_is_over_is_graded_as_it_has_left_the_world(
         ({"keep": ["/tmp/x"]}, "keep=.*belong together"),
         ({"on_exit_code": "ignore"}, "env.options.on_exit_code"),
         ({"base_url": "https://127.0.0.1:4433"}, "certificate is of another name"),
+        ({"sandbox": "docker"}, "kind 'docker' have no network"),
+        ({"sandbox": "e2b", "driver": {"network": False}}, "kind 'e2b' have no network"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(

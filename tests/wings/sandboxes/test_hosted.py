@@ -15,7 +15,7 @@ import pytest
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes import LIMITS, SandboxSpec, SessionEnded, open_sandboxes
-from headrace.wings.sandboxes.served import containers, hosted
+from headrace.wings.sandboxes.served import hosted, owners
 from headrace.wings.sandboxes.served import session as served
 from tests.wings.sandboxes.conftest import HOSTED, Sandboxes, hosted_service, memory_folder
 from tests.wings.sandboxes.test_ends import of_sessions, wait_until
@@ -117,7 +117,7 @@ def test_a_session_is_what_was_asked_for_and_its_forks_go_their_own_ways(sandbox
     session = sandboxes.start(life_s=77.5)
     wanted = asked(sandboxes)
     assert (wanted["life"], wanted["network"]) == (78, False)
-    assert wanted["tags"][containers.LABEL] == containers.owner_name()
+    assert wanted["tags"][owners.LABEL] == owners.owner_name()
     assert list(session.missing) == ["disk"]
     data = bytes(range(256)) * 600 + b"\n\n"  # more than one line of base64, and every byte
     sandboxes(session.write({"data": data}))

@@ -62,6 +62,9 @@ class ShellSettings(WorldSettings):
     """The longest time of one command, in seconds."""
     output_chars: int = Field(default=8000, ge=100)
     """The most characters of a command's output that the model reads: its beginning and its end."""
+    show_changes: bool = True
+    """Whether the files that each command has changed are shown with its answer; finding them is one more command of
+    the session after each."""
     episodes: int = Field(default=64, ge=0)
     """The number of episodes that have ended whose worlds are kept by each worker, so that branches of them
     (``flow.pivots``) continue from the moment where they leave. Branches of others run the commands again."""
@@ -215,11 +218,12 @@ class ShellEnv(Env):
         """Run a command in a session, and return what the model reads of its result."""
         assert self._changes is not None
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
-        await self._changes.begin(session)
+        if self.settings.show_changes:
+            await self._changes.begin(session)
         begun_s = now_s()
         done = await session.run(command, limits=replace(session.spec.limits, wall_s=left_s))
         self._shown["seconds"] = round(float(self._shown.get("seconds", 0.0)) + now_s() - begun_s, 3)
-        if files := await self._changes.look(session):
+        if self.settings.show_changes and (files := await self._changes.look(session)):
             self._shown["files"] = ", ".join(filter(None, (str(self._shown.get("files", "")), files)))
         return self._observation(done)
 

@@ -132,6 +132,12 @@ def _reachable(settings: HarnessSettings, policy: EpisodePolicy) -> tuple[tuple[
     Sandboxes without such ways need a network of their own to the endpoint's address."""
     base_url, variables = policy.base_url, policy.variables
     if settings.sandbox not in _WITH_FORWARDS:
+        if settings.driver.get("network") in (None, False, "none"):
+            raise EnvError(
+                f"sessions of kind {settings.sandbox!r} have no network, and no way to the endpoint {base_url}",
+                remedy="choose the kind 'jail' or 'bubblewrap', or set env.options.driver.network, and env.host to an "
+                "address that it reaches",
+            )
         return (), dict(variables)
     address = urlsplit(base_url)
     if address.scheme != "http" or address.port is None or address.hostname is None:

@@ -2,7 +2,7 @@
 
     first process ── listens on 127.0.0.1:PORT in the session's network ── listener ══▶ client, which serves it outside
 
-A socket belongs to the network in which it was made, whoever holds it: the client accepts the connections of a session
+A socket belongs to the network in which it was made, also in another process: the client accepts those of a session
 without being in its network, and the session has no way out but these.
 """
 
@@ -29,8 +29,8 @@ def bring_up() -> None:
 
 
 def send_listeners(ports: list[int], descriptor: int) -> None:
-    """Listen on the ports of 127.0.0.1, and send the sockets to whoever holds the other end of the socket
-    ``descriptor``, which is then closed."""
+    """Listen on the ports of 127.0.0.1, and send the sockets through the socket ``descriptor``, which is then closed,
+    to the process at its other end."""
     with socket.socket(fileno=descriptor) as way:
         for port in ports:
             with socket.create_server(("127.0.0.1", port), backlog=BACKLOG) as listener:

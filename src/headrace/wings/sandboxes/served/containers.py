@@ -11,35 +11,25 @@ owner as a label; the next driver on the machine removes what belongs to process
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import shutil
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import count
-from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 from pydantic import Field
 
 from headrace.base.config import Section
-from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import (
-    SandboxDriver,
-    SandboxSnapshot,
     SandboxSpec,
-    refuse_invalid,
-    unusable_snapshot,
 )
-from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_arguments
+from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptSession
+from headrace.wings.sandboxes.served.owners import LABEL, is_dead
+from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
 from headrace.wings.sandboxes.served.settings import driver_settings
 
-LABEL = "headrace.owner"
 SNAPSHOTS = "headrace-snapshot"
 """The repository of the images of snapshots."""
 CALL_S = 120.0
@@ -71,31 +61,15 @@ class ContainerSettings(Section):
     """More arguments of the client's ``run``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ImageFiles:
-    """The files of a snapshot as an image."""
-
-    image: str
-    """The name of the image."""
-    below: str
-    """The image of another snapshot on which it is built; empty if none."""
-
-
-class ContainerDriver(SandboxDriver):
+class ContainerDriver(KeepingDriver):
     """Sessions in containers of this machine, or of the one that the client talks to. Use :meth:`open`."""
 
     def __init__(self, kind: str, client: str, settings: ContainerSettings, readable: Sequence[str]) -> None:
         """Drive the program ``client``. Containers can read the paths ``readable`` of the machine."""
-        self.kind = kind
+        super().__init__(kind, settings.image, {})
         self.settings = settings
-        self.owner = owner_name()
-        """The name of this process, which its containers and images carry."""
-        self.missing: dict[str, str] = {}
         self._client = client
         self._readable = readable
-        self._numbers = count()
-        self._sessions: set[ContainerSession] = set()
-        self._uses: Counter[str] = Counter()
 
     @classmethod
     async def open(cls, kind: str, readable: Sequence[str], options: Mapping[str, Any]) -> ContainerDriver:
@@ -110,42 +84,6 @@ class ContainerDriver(SandboxDriver):
         driver = cls(kind, client, settings, readable)
         await driver.sweep()
         return driver
-
-    async def start(self, spec: SandboxSpec) -> ContainerSession:
-        """Start a container of the image, and make the session's directory."""
-        refuse_invalid(spec)
-        image = spec.image or self.settings.image
-        if not image:
-            raise ConfigError(
-                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
-            )
-        session = await self._begin(spec, image, below="")
-        await session.prepare()
-        return session
-
-    async def fork(self, snapshot: SandboxSnapshot) -> ContainerSession:
-        """Start a container of the image of a snapshot."""
-        files = snapshot.files
-        if snapshot.released or not isinstance(files, ImageFiles) or files.image not in self._uses:
-            raise unusable_snapshot()
-        session = await self._begin(snapshot.spec, files.image, below=files.image)
-        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
-        return session
-
-    async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Remove the image of a snapshot, as soon as no fork is built on it."""
-        if not snapshot.released:
-            snapshot.released = True
-            if isinstance(snapshot.files, ImageFiles):
-                await self.drop(snapshot.files.image)
-                await self.drop(snapshot.files.below)
-
-    async def close(self) -> None:
-        """End all containers, and remove the images of all snapshots."""
-        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
-        for image in reversed(list(self._uses)):
-            await self._remove(image)
-        self._uses.clear()
 
     async def call(self, *words: str) -> tuple[int, str, str]:
         """Call the client. Return its exit code, and what it has written."""
@@ -182,9 +120,9 @@ class ContainerDriver(SandboxDriver):
             if image.rpartition(":")[0].endswith(SNAPSHOTS) and is_dead(image.rpartition(":")[2]):
                 await self.call("rmi", image)
 
-    async def commit(self, session: ContainerSession) -> ImageFiles:
-        """Return the present files of a session as an image."""
-        image = f"{SNAPSHOTS}:{self.owner}-{next(self._numbers)}"
+    async def keep(self, session: KeptSession, name: str) -> str:
+        """Make an image of the present files of a session."""
+        image = f"{SNAPSHOTS}:{name}"
         code, _, words = await self.call("commit", "--change", f"LABEL {LABEL}={self.owner}", session.name, image)
         if code:
             raise EpisodeError(
@@ -192,38 +130,20 @@ class ContainerDriver(SandboxDriver):
                 remedy="look at the disk of the service, and take fewer snapshots in one line",
                 reason="session_snapshot",
             )
-        self._uses[image] = 1
-        if session.below:
-            self._uses[session.below] += 1
-        return ImageFiles(image=image, below=session.below)
+        return image
 
-    async def drop(self, image: str) -> None:
-        """Count one use less of the image of a snapshot, and remove it after the last one."""
-        if image in self._uses:
-            self._uses[image] -= 1
-            if not self._uses[image]:
-                del self._uses[image]
-                await self._remove(image)
-
-    def forget(self, session: ContainerSession) -> None:
-        """Take a session that has ended out of the books."""
-        self._sessions.discard(session)
-
-    async def _remove(self, image: str) -> None:
+    async def remove(self, kept: str) -> None:
         """Remove an image. One that cannot be removed now is removed by a later driver."""
-        await self.call("rmi", image)
+        await self.call("rmi", kept)
 
-    async def _begin(self, spec: SandboxSpec, image: str, *, below: str) -> ContainerSession:
+    async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> KeptSession:
         """Start a container of an image. Where the service cannot bound the size of its files, that is said in
         :attr:`missing`."""
         while True:
-            session = ContainerSession(self, spec, f"headrace-{self.owner}-{next(self._numbers)}", below)
-            if below:
-                self._uses[below] += 1
+            session = self.enter(KeptSession(self, spec, self.next_name(), below))
             bounded = "disk" not in self.missing
-            self._sessions.add(session)
             try:
-                channel = await self._run(session, image, bounded=bounded)
+                channel = await self._run(session, origin, bounded=bounded)
             except BaseException:
                 await session.give_up("its client did not start")
                 raise
@@ -237,7 +157,7 @@ class ContainerDriver(SandboxDriver):
             session.missing = dict(self.missing)
             return session
 
-    async def _run(self, session: ContainerSession, image: str, *, bounded: bool) -> ContainerChannel:
+    async def _run(self, session: KeptSession, image: str, *, bounded: bool) -> ContainerChannel:
         """Have the client run a container, and return the channel to its server."""
         settings, limits = self.settings, session.spec.limits
         words = [
@@ -320,80 +240,6 @@ class ContainerChannel(ServerChannel):
         except TimeoutError:
             return "the client does not end"
         return " ".join(text.split())[-500:] or f"the client has ended with exit code {self._process.returncode}"
-
-
-class ContainerSession(ServedSession):
-    """A session in a container."""
-
-    def __init__(self, driver: ContainerDriver, spec: SandboxSpec, name: str, below: str) -> None:
-        """Describe a session in the container ``name``; ``below`` is the image of the snapshot that it continues."""
-        super().__init__(spec)
-        self.name = name
-        self.below = below
-        self._driver = driver
-
-    async def take_files(self) -> ImageFiles:
-        """Return the files as an image."""
-        return await self._driver.commit(self)
-
-    async def left(self) -> None:
-        """Take the session out of the books."""
-        self._driver.forget(self)
-        await self._driver.drop(self.below)
-
-
-def owner_name() -> str:
-    """Return the name of this process: machine, boot, namespace of processes, process id, and the time of its start."""
-    machine = _word("/etc/machine-id") or platform.node()
-    pid, boot = os.getpid(), _word("/proc/sys/kernel/random/boot_id")
-    return f"{_short(machine)}-{_short(boot)}-{_space()}-{pid}-{_began(pid)}"
-
-
-def is_dead(name: str) -> bool:
-    """Return whether the name of a container or an image belongs to a process of this machine that has died. What
-    belongs to another machine, or to processes that cannot be seen from here, is taken to be alive."""
-    parts, own = name.split("-"), owner_name().split("-")
-    if len(parts) < len(own) or parts[0] != own[0]:
-        return False
-    if parts[1] != own[1]:
-        return True  # the machine has started again since
-    if parts[2] != own[2]:
-        return False
-    try:
-        return _began(int(parts[3])) != int(parts[4])
-    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-        return True
-    except ValueError:
-        return False
-
-
-def _began(pid: int) -> int:
-    """Return when a process began: on Linux in ticks since the machine was started, which no setting of its clock
-    changes; elsewhere in seconds of the clock. Raises ``FileNotFoundError``, ``ProcessLookupError`` or
-    ``psutil.NoSuchProcess`` if there is no such process."""
-    if platform.system() != "Linux":
-        return int(psutil.Process(pid).create_time())
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[19])  # field 22, of which the name of the program is the second
-
-
-def _short(text: str) -> str:
-    """Return the first letters of an identifier, without what names cannot have."""
-    return "".join(filter(str.isalnum, text)).lower()[:12] or "0"
-
-
-def _word(path: str) -> str:
-    """Return the text of a file; empty if there is none."""
-    with suppress(OSError):
-        return Path(path).read_text(encoding="ascii").strip()
-    return ""
-
-
-def _space() -> str:
-    """Return the number of this process's namespace of processes."""
-    with suppress(OSError):
-        return "".join(filter(str.isdigit, os.readlink("/proc/self/ns/pid")))
-    return "0"
 
 
 def _is_about_storage(words: str) -> bool:

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError, HeadraceError
-from headrace.wings.sandboxes.served.containers import LABEL, LINE_BYTES, is_dead
+from headrace.wings.sandboxes.served.containers import LINE_BYTES
 from headrace.wings.sandboxes.served.hosted import (
     END_S,
-    PREFIX,
     HostedChannel,
     HostedDriver,
     HostedSession,
@@ -30,17 +29,20 @@ from headrace.wings.sandboxes.served.hosted import (
     launcher_arguments,
     quietly,
     refuse_missing,
-    refuse_readable,
     whole_seconds,
     words_of,
 )
-from headrace.wings.sandboxes.served.settings import driver_settings
+from headrace.wings.sandboxes.served.keeping import KeptSession
+from headrace.wings.sandboxes.served.owners import LABEL, is_dead
+from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
 
 if TYPE_CHECKING:
     from e2b import AsyncCommandHandle, AsyncSandbox
 
 SENT_BYTES = 1 << 20
 """The most bytes of one call that sends input: as base64 they stay below the 4 MiB that services of Connect take."""
+PREFIX = "headrace-snapshot-"
+"""How the names of snapshots begin."""
 PIECES = 64
 """How many pieces of output wait to be read before the stream is held up."""
 _MISSING = {
@@ -167,10 +169,10 @@ class E2BDriver(HostedDriver):
             raise
         return channel
 
-    async def keep(self, session: HostedSession, name: str) -> str:
+    async def keep(self, session: KeptSession, name: str) -> str:
         """Make a template of a sandbox: of its files alone, or of its memory too where the service cannot."""
         try:
-            return await self._snapshot(session.machine, name)
+            return await self._snapshot(session.machine, f"{PREFIX}{name}")
         except Exception as error:
             raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
 

@@ -13,25 +13,20 @@ from __future__ import annotations
 import asyncio
 import math
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import count
 from typing import Any, TypeVar
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.base.errors import EnvError, EpisodeError
 from headrace.wings.sandboxes.base import (
-    SandboxDriver,
-    SandboxSnapshot,
     SandboxSpec,
-    refuse_invalid,
-    unusable_snapshot,
 )
-from headrace.wings.sandboxes.served.containers import LABEL, LINE_BYTES, owner_name
-from headrace.wings.sandboxes.served.session import ServedSession, ServerChannel, server_program
+from headrace.wings.sandboxes.served.containers import LINE_BYTES
+from headrace.wings.sandboxes.served.keeping import KeepingDriver, KeptFiles, KeptSession
+from headrace.wings.sandboxes.served.owners import LABEL
+from headrace.wings.sandboxes.served.session import ServerChannel, server_program
 
 T = TypeVar("T")
 CALL_S = 120.0
@@ -42,8 +37,6 @@ END_S = 20.0
 """How long the end of a machine is waited for. One that is not confirmed by then ends at its time."""
 MOST_GREETINGS = 100
 """How many lines may come before the launcher's."""
-PREFIX = "headrace-snapshot-"
-"""How the names of snapshots begin, where a service names them."""
 _LAUNCHER = """
 program=$1 encoded=$2 rights=$3
 shift 3
@@ -88,15 +81,6 @@ def whole_seconds(spec: SandboxSpec) -> int:
     return max(1, math.ceil(spec.life_s))
 
 
-def refuse_readable(kind: str, readable: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for paths of this machine, which no service can show."""
-    if readable:
-        raise ConfigError(
-            f"readable={list(readable)} cannot be shown to sandboxes of kind {kind!r}, which run elsewhere",
-            remedy="leave readable empty, and put the files into the image",
-        )
-
-
 def refuse_missing(kind: str) -> None:
     """Raise :class:`~headrace.base.errors.EnvError` if the client package of a kind, of the same name, is missing."""
     if find_spec(kind) is None:
@@ -109,16 +93,6 @@ def refuse_missing(kind: str) -> None:
 def words_of(error: BaseException) -> str:
     """Return the words of a client's error, in one line and not without end."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:500]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeptFiles:
-    """The files of a snapshot, which the service keeps."""
-
-    name: str
-    """What the service calls them."""
-    below: str
-    """The snapshot that the session had begun with; empty if none."""
 
 
 class HostedChannel(ServerChannel):
@@ -181,27 +155,14 @@ class HostedChannel(ServerChannel):
         return data
 
 
-class HostedSession(ServedSession):
+class HostedSession(KeptSession):
     """A session on a machine of a service."""
 
-    def __init__(self, driver: HostedDriver, spec: SandboxSpec, name: str, below: str) -> None:
-        """Describe a session whose machine carries ``name``; ``below`` is the snapshot that it continues."""
-        super().__init__(spec)
-        self.name = name
-        self.below = below
-        self.machine: Any = None
-        """The machine, as the service's client knows it."""
-        self._driver = driver
-
-    async def begin(self, channel: HostedChannel, begun_s: float) -> None:
+    async def join(self, channel: HostedChannel, missing: Mapping[str, str], begun_s: float) -> None:
         """Attach the server of a machine whose time began at ``begun_s``, or soon after it."""
         await self.attach(channel)
-        self.missing = {**self._driver.missing, **channel.lacks}
+        self.missing = {**missing, **channel.lacks}
         self._until_s = begun_s + self.spec.life_s
-
-    async def take_files(self) -> KeptFiles:
-        """Have the service keep the files."""
-        return await self._driver.keep_files(self)
 
     async def give_up(self, reason: str) -> None:
         """End the session at once; what the client says of the end is part of the reason."""
@@ -209,38 +170,19 @@ class HostedSession(ServedSession):
             reason = f"{reason} ({words})"
         await super().give_up(reason)
 
-    async def left(self) -> None:
-        """Take the session out of the books."""
-        await self._driver.forget(self)
 
-
-class HostedDriver(SandboxDriver):
+class HostedDriver(KeepingDriver):
     """Sessions on machines of a service. Drivers of services define what is abstract here."""
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
         """Describe a driver whose sessions begin as ``image`` unless their spec names one."""
-        self.kind = kind
-        self.owner = owner_name()
-        """The name of this process, which its machines and snapshots carry."""
-        self.missing = dict(missing)
-        self._image = image
-        self._numbers = count()
-        self._sessions: set[HostedSession] = set()
-        self._uses: Counter[str] = Counter()
+        super().__init__(kind, image, missing)
         self._tasks = asyncio.TaskGroup()
 
     @abstractmethod
     async def create(self, session: HostedSession, origin: str) -> HostedChannel:
         """Make a machine of an image, or of the snapshot ``session.below``, and start the launcher on it. Raises
         :class:`~headrace.base.errors.HeadraceError` without leaving a machine."""
-
-    @abstractmethod
-    async def keep(self, session: HostedSession, name: str) -> str:
-        """Have the service keep the files of a session, under a name if it names them. Return what it calls them."""
-
-    @abstractmethod
-    async def remove(self, kept: str) -> None:
-        """Remove what was kept. An error is swallowed: a later driver removes it, or its time is over."""
 
     @abstractmethod
     async def sweep(self) -> None:
@@ -263,60 +205,18 @@ class HostedDriver(SandboxDriver):
             await self._tasks.__aexit__(None, None, None)
             raise
 
-    async def start(self, spec: SandboxSpec) -> HostedSession:
-        """Make a machine of the image, and make the session's directory."""
-        refuse_invalid(spec)
-        image = spec.image or self._image
-        if not image:
-            raise ConfigError(
-                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
-            )
-        session = await self._begin(spec, image, below="")
-        await session.prepare()
-        return session
-
-    async def fork(self, snapshot: SandboxSnapshot) -> HostedSession:
-        """Make a machine of a snapshot."""
-        files = snapshot.files
-        if snapshot.released or not isinstance(files, KeptFiles) or files.name not in self._uses:
-            raise unusable_snapshot()
-        session = await self._begin(snapshot.spec, files.name, below=files.name)
-        session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
-        return session
-
-    async def release(self, snapshot: SandboxSnapshot) -> None:
-        """Have the service remove a snapshot, as soon as no fork is built on it."""
-        if not snapshot.released:
-            snapshot.released = True
-            if isinstance(snapshot.files, KeptFiles):
-                await self._drop(snapshot.files.name)
-                await self._drop(snapshot.files.below)
-
     async def close(self) -> None:
         """End all machines, and have all snapshots removed."""
-        await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
-        kept, self._uses = list(self._uses), Counter()
-        for name in reversed(kept):
-            await self.remove(name)
+        await super().close()
         await self._tasks.__aexit__(None, None, None)
 
-    async def keep_files(self, session: HostedSession) -> KeptFiles:
+    async def keep_files(self, session: KeptSession) -> KeptFiles:
         """Return the present files of a session as the service keeps them."""
         try:
             async with asyncio.timeout(CALL_S):
-                name = await self.keep(session, f"{PREFIX}{self.owner}-{next(self._numbers)}")
+                return await super().keep_files(session)
         except TimeoutError:
             raise _late("session_snapshot") from None
-        self._uses[name] = 1
-        if session.below:
-            self._uses[session.below] += 1
-        return KeptFiles(name=name, below=session.below)
-
-    async def forget(self, session: HostedSession) -> None:
-        """Take a session that has ended out of the books."""
-        if session in self._sessions:
-            self._sessions.remove(session)
-            await self._drop(session.below)
 
     def watch(self, call: Coroutine[Any, Any, None]) -> None:
         """Have a call that raises nothing run beside the sessions; :meth:`close` waits for its end."""
@@ -326,20 +226,9 @@ class HostedDriver(SandboxDriver):
         """Return what the machine of a session carries."""
         return {"headrace": "session", LABEL: self.owner, "headrace.session": session.name}
 
-    async def _drop(self, kept: str) -> None:
-        """Count one use less of a snapshot, and have it removed after the last one."""
-        if kept in self._uses:
-            self._uses[kept] -= 1
-            if not self._uses[kept]:
-                del self._uses[kept]
-                await self.remove(kept)
-
-    async def _begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
+    async def begin(self, spec: SandboxSpec, origin: str, *, below: str) -> HostedSession:
         """Make a machine, and wait until its server is ready."""
-        session = HostedSession(self, spec, f"headrace-{self.owner}-{next(self._numbers)}", below)
-        if below:
-            self._uses[below] += 1
-        self._sessions.add(session)
+        session = self.enter(HostedSession(self, spec, self.next_name(), below))
         begun_s = RealClock().now()
         making = self._tasks.create_task(_outcome(self.create(session, origin)))
         try:
@@ -355,7 +244,7 @@ class HostedDriver(SandboxDriver):
         if isinstance(channel, Exception):
             await session.give_up("its machine did not start")
             raise channel
-        await session.begin(channel, begun_s)
+        await session.join(channel, self.missing, begun_s)
         return session
 
 
@@ -364,7 +253,7 @@ async def _outcome(call: Coroutine[Any, Any, T]) -> T | Exception:
     try:
         async with asyncio.timeout(LATE_S):
             return await call
-    except Exception as error:  # noqa: BLE001 - a boundary: whoever waits for the call gets the error
+    except Exception as error:  # noqa: BLE001 - a boundary: the caller gets the error
         return error
 
 

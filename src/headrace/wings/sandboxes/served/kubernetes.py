@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, JsonValue, field_validator
 
-from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
 from headrace.wings.sandboxes.base import SandboxSpec
-from headrace.wings.sandboxes.served.containers import is_dead, owner_name
+from headrace.wings.sandboxes.served.owners import is_dead, owner_name
 from headrace.wings.sandboxes.served.remote import OWN_BYTES, RemoteDriver, RemoteSession, RemoteSettings
 from headrace.wings.sandboxes.served.session import ServerChannel, server_arguments
-from headrace.wings.sandboxes.served.settings import driver_settings
+from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
 
 if TYPE_CHECKING:
     from headrace.wings.sandboxes.served.cluster import KubernetesCluster
@@ -132,11 +132,7 @@ class KubernetesDriver(RemoteDriver):
         """Open the driver, and remove what drivers of this machine have left whose processes died. Raises
         :class:`~headrace.base.errors.EnvError` where the client package is missing or the cluster refuses."""
         settings = driver_settings("kubernetes", KubernetesSettings, options)
-        if readable:
-            raise ConfigError(
-                f"sandboxes of kind 'kubernetes' cannot show the paths {list(readable)} of this machine",
-                remedy="leave readable empty, and put the files into the image",
-            )
+        refuse_readable("kubernetes", readable)
         try:
             from headrace.wings.sandboxes.served.cluster import KubernetesCluster
         except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ from pydantic import Field
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError, HeadraceError
 from headrace.rollout.scoring.sandbox.base import MIB
-from headrace.wings.sandboxes.served.containers import LABEL, OWN_BYTES, is_dead
+from headrace.wings.sandboxes.served.containers import OWN_BYTES
 from headrace.wings.sandboxes.served.hosted import (
     HostedChannel,
     HostedDriver,
@@ -26,11 +26,12 @@ from headrace.wings.sandboxes.served.hosted import (
     launcher_arguments,
     quietly,
     refuse_missing,
-    refuse_readable,
     whole_seconds,
     words_of,
 )
-from headrace.wings.sandboxes.served.settings import driver_settings
+from headrace.wings.sandboxes.served.keeping import KeptSession
+from headrace.wings.sandboxes.served.owners import LABEL, is_dead
+from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
 
 if TYPE_CHECKING:
     import modal
@@ -152,7 +153,7 @@ class ModalDriver(HostedDriver):
             raise
         return channel
 
-    async def keep(self, session: HostedSession, name: str) -> str:
+    async def keep(self, session: KeptSession, name: str) -> str:
         """Make an image of the files of a sandbox."""
         try:
             image = await session.machine.snapshot_filesystem.aio(ttl=self.settings.snapshot_s)

@@ -6,7 +6,7 @@ import asyncio
 from abc import abstractmethod
 
 from headrace.base.config import Section
-from headrace.base.errors import ConfigError, EpisodeError
+from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import (
     SandboxDriver,
@@ -16,6 +16,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.served.copies import ChangedFiles, FileListing, list_files, put_copy, take_copy
+from headrace.wings.sandboxes.served.keeping import image_of
 from headrace.wings.sandboxes.served.session import ServedSession
 
 OWN_BYTES = 64 * MIB
@@ -87,12 +88,7 @@ class RemoteDriver(SandboxDriver):
     async def start(self, spec: SandboxSpec) -> RemoteSession:
         """Start a sandbox of the image, list its files, and make the session's directory."""
         refuse_invalid(spec)
-        image = spec.image or self.settings.image
-        if not image:
-            raise ConfigError(
-                f"a session of kind {self.kind!r} has no image", remedy="set the driver's image, or that of the spec"
-            )
-        session = await self._begin_listed(spec, image)
+        session = await self._begin_listed(spec, image_of(self.kind, spec, self.settings.image))
         await session.prepare()
         return session
 

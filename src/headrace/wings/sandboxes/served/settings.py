@@ -1,8 +1,8 @@
-"""The reading of a driver's settings: ``env.options.driver``."""
+"""The reading of what a driver is given: its settings, ``env.options.driver``, and paths of this machine."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -24,3 +24,12 @@ def driver_settings(kind: str, section: type[S], options: Mapping[str, Any]) -> 
         raise ConfigError(
             f"the setting {name!r} of sandboxes of kind {kind!r}: {first['msg']}", remedy="see docs/sandboxes.md"
         ) from None
+
+
+def refuse_readable(kind: str, readable: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for paths of this machine, which no service can show."""
+    if readable:
+        raise ConfigError(
+            f"readable={list(readable)} cannot be shown to sandboxes of kind {kind!r}, which run elsewhere",
+            remedy="leave readable empty, and put the files into the image",
+        )
