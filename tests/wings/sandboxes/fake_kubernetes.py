@@ -34,11 +34,15 @@ class FakeKubernetes(FakeService):
         self.pids: dict[str, int] = {}
         self.quota = 1000
         """The most pods."""
+        self.create_s = 0.0
+        """How long it takes to make a job."""
         self.allows_policies = True
         self.address = ("192.0.2.1", "443")
         """What pods are told of the cluster: an address that nobody has."""
         self.cut_after: int | None = None
         """After how many bytes of output a WebSocket is cut."""
+        self.digest = "sha256:12"
+        """The digest of every image."""
         self._news = asyncio.Event()
         self._log: list[tuple[str, dict[str, Any]]] = []
         super().__init__()
@@ -95,6 +99,7 @@ class FakeKubernetes(FakeService):
         name = body["metadata"]["name"]
         assert len(name) <= 63
         assert all(len(value) <= 63 for value in body["metadata"]["labels"].values())
+        await asyncio.sleep(self.create_s)
         self.jobs[name] = body
         if len(self.pods) >= self.quota:
             message = (
@@ -141,7 +146,7 @@ class FakeKubernetes(FakeService):
         self.tell("ADDED", pod)
         if not (self.folder / "store" / "images" / container["image"].replace("/", "+")).exists():
             waiting = {"reason": "ErrImagePull", "message": f"pull access denied for {container['image']}"}
-            pod["status"] = {"phase": "Pending", "containerStatuses": [about(container, {"waiting": waiting})]}
+            pod["status"] = {"phase": "Pending", "containerStatuses": [self.about(container, {"waiting": waiting})]}
             self.tell("MODIFIED", pod)
             return
         process = await asyncio.create_subprocess_exec(
@@ -151,7 +156,7 @@ class FakeKubernetes(FakeService):
         await begun(process, record)
         if process.returncode is None:
             self.pids[name] = json.loads(record.read_text())["pid"]
-            pod["status"] = {"phase": "Running", "containerStatuses": [about(container, {"running": {}})]}
+            pod["status"] = {"phase": "Running", "containerStatuses": [self.about(container, {"running": {}})]}
             self.tell("MODIFIED", pod)
             if name not in self.jobs:
                 self.kill(name)
@@ -161,7 +166,7 @@ class FakeKubernetes(FakeService):
         self.pids.pop(name, None)
         ended = {"reason": "Error" if code else "Completed", "exitCode": code}
         pod["status"] = {"phase": "Failed" if code else "Succeeded"}
-        pod["status"]["containerStatuses"] = [about(container, {"terminated": ended})]
+        pod["status"]["containerStatuses"] = [self.about(container, {"terminated": ended})]
         self.tell("MODIFIED", pod)
         if spec["ttlSecondsAfterFinished"] == 0 or name not in self.jobs:
             self.remove(name)
@@ -190,6 +195,14 @@ class FakeKubernetes(FakeService):
             "--shm-size", str(volumes[mount["name"]]["sizeLimit"]), "--entrypoint", "env", container["image"],
             *(f"{key}={value}" for key, value in variables.items()), *container["command"],
         ]  # fmt: skip
+
+    def about(self, container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """The status of a container."""
+        if "running" in state:
+            state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
+        image = f"registry/{container['image']}@{self.digest}"
+        return {"name": container["name"], "image": container["image"], "imageID": image if "running" in state else "",
+                "ready": True, "restartCount": 0, "state": state}  # fmt: skip
 
     carries_out_policies = True
     """Whether the network is one that does what policies say."""
@@ -299,15 +312,6 @@ def has_begun(pid: int) -> bool:
 def request_transport(socket: web.WebSocketResponse) -> Any:
     assert socket._req is not None
     return socket._req.transport
-
-
-def about(container: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
-    """The status of a container."""
-    if "running" in state:
-        state = {"running": {"startedAt": "2026-01-01T00:00:00Z"}}
-    image = f"registry/{container['image']}@sha256:12"
-    return {"name": container["name"], "image": container["image"], "imageID": image if "running" in state else "",
-            "ready": True, "restartCount": 0, "state": state}  # fmt: skip
 
 
 def selected(item: dict[str, Any], selector: str) -> bool:

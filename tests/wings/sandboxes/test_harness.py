@@ -24,6 +24,7 @@ from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.registry import ENVIRONMENTS
 from headrace.run.session import train
+from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, world
 from headrace.wings.sandboxes.world import close_shared_worlds
 from tests.wings.bridges.conftest import PRINTABLE, TEMPLATE
 from tests.wings.sandboxes.task_files import HARBOR, write_task
@@ -164,8 +165,6 @@ def test_a_program_whose_time_is_over_is_graded_as_it_has_left_the_world(
         ({"keep": ["/tmp/x"]}, "keep=.*belong together"),
         ({"on_exit_code": "ignore"}, "env.options.on_exit_code"),
         ({"base_url": "https://127.0.0.1:4433"}, "certificate is of another name"),
-        ({"sandbox": "docker"}, "kind 'docker' have no network"),
-        ({"sandbox": "e2b", "driver": {"network": False}}, "kind 'e2b' have no network"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_by_name(
@@ -173,6 +172,48 @@ def test_settings_that_cannot_work_are_refused_by_name(
 ) -> None:
     with pytest.raises(EnvError, match=words):
         attempt(runner, write_task(tmp_path / "one", HARBOR), Endpoint(""), **options)
+
+
+class Walled(SandboxDriver):
+    """A driver whose sessions have no ways out; it would fail to start one."""
+
+    kind = "docker"
+
+    async def start(self, spec: SandboxSpec) -> SandboxSession:
+        assert not spec.forwards
+        raise EpisodeError("nothing starts", remedy="none", reason="session_start")
+
+    async def fork(self, snapshot: SandboxSnapshot) -> SandboxSession:
+        raise NotImplementedError
+
+    async def release(self, snapshot: SandboxSnapshot) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("network", "error", "words"),
+    [
+        ({}, EnvError, "kind 'docker' have no network"),
+        ({"network": False}, EnvError, "kind 'docker' have no network"),
+        ({"network": "none"}, EnvError, "kind 'docker' have no network"),
+        ({"network": "bridge"}, EpisodeError, "nothing starts"),
+    ],
+)
+def test_a_driver_without_ways_out_needs_a_network(
+    runner: asyncio.Runner,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    network: dict[str, Any],
+    error: type[Exception],
+    words: str,
+) -> None:
+    async def opened(*_: Any) -> SandboxDriver:
+        return Walled()
+
+    monkeypatch.setattr(world, "open_sandboxes", opened)
+    with pytest.raises(error, match=words):
+        attempt(runner, write_task(tmp_path / "one", HARBOR), Endpoint(""), sandbox="docker", driver=network)
 
 
 ACTIONS = [

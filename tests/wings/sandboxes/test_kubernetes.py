@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.wings.sandboxes import SandboxSpec, SessionEnded, open_sandboxes
+from headrace.wings.sandboxes.served.owners import owner_name
 from tests.wings.sandboxes.conftest import memory_folder, service_of
 
 
@@ -80,3 +84,115 @@ def test_a_fork_is_an_exact_copy_of_what_was_changed(cluster: Any) -> None:
             assert seen.endswith("more\n")
 
     asyncio.run(body())
+
+
+def test_jobs_of_dead_owners_are_removed_and_those_of_others_left(cluster: Any) -> None:
+    machine, boot, space, *_ = owner_name().split("-")
+    owners = {
+        "killed": f"{machine}-{boot}-{space}-{os.getpid()}-1",
+        "restarted": f"{machine}-0-{space}-1-1",
+        "elsewhere": f"0-{boot}-{space}-1-1",
+        "alive": owner_name(),
+        "nameless": "",
+    }
+    for name, owner in owners.items():
+        labels = {"headrace.owner": owner} if owner else {}
+        cluster.do(
+            lambda name=name, labels=labels: cluster.jobs.update({name: {"metadata": {"name": name, "labels": labels}}})
+        )
+
+    async def body() -> None:
+        async with await open_sandboxes("kubernetes", (), cluster.options()):
+            pass
+
+    asyncio.run(body())
+    left = set(cluster.jobs)
+    cluster.do(cluster.jobs.clear)
+    assert left == {"elsewhere", "alive", "nameless"}
+
+
+def test_a_missing_client_is_told_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "kubernetes.aio.client", None)
+    monkeypatch.delitem(sys.modules, "headrace.wings.sandboxes.served.cluster", raising=False)
+    with pytest.raises(EnvError, match=r"need the package kubernetes.*not installed") as error:
+        asyncio.run(open_sandboxes("kubernetes", ()))
+    assert "headrace[kubernetes]" in error.value.remedy
+
+
+def test_a_silent_cluster_is_told_after_its_time(cluster: Any) -> None:
+    async def body() -> None:
+        async with asyncio.timeout(20):
+            with pytest.raises(EnvError, match=r"did not list jobs: no answer within 0.2 s"):
+                await open_sandboxes("kubernetes", (), {**cluster.options(), "call_s": 0.2})
+
+    cluster.silent = True
+    try:
+        asyncio.run(body())
+    finally:
+        cluster.silent = False
+
+
+def test_a_network_that_nothing_closes_is_missing_by_name(cluster: Any) -> None:
+    """Where this user may make no policy, where the network does not carry it out, and where it is left open."""
+
+    async def missing(**options: Any) -> Mapping[str, str]:
+        async with await open_sandboxes(
+            "kubernetes", (), {**cluster.options(), "snapshots": False, **options}
+        ) as driver:
+            return (await driver.start(SandboxSpec())).missing
+
+    cluster.policies.clear()
+    cluster.allows_policies = False
+    assert "cannot create resource" in asyncio.run(missing())["network"]
+    cluster.allows_policies = True
+    assert "network" not in asyncio.run(missing())
+    cluster.address = tuple(cluster.url.removeprefix("http://").split(":"))
+    cluster.carries_out_policies = False
+    found = asyncio.run(missing())
+    assert f"a pod reaches {'/'.join(cluster.address)}" in found["network"]
+    cluster.address = ("", "")
+    assert "cannot be tried" in asyncio.run(missing())["network"]
+    assert "network" not in asyncio.run(missing(network="open"))
+    cluster.address, cluster.carries_out_policies = ("192.0.2.1", "443"), True
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.01, 0.1, 0.3, 1.0])
+def test_a_cancelled_start_leaves_no_job(cluster: Any, after_s: float) -> None:
+    async def body() -> None:
+        async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(after_s):
+                    await driver.start(SandboxSpec())
+                    await asyncio.Event().wait()
+
+    asyncio.run(body())
+    assert not cluster.jobs
+    assert not cluster.pids
+
+
+def test_a_start_that_is_cancelled_before_its_job_is_made_leaves_none(cluster: Any) -> None:
+    async def body() -> None:
+        async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:
+            cluster.create_s = 0.3
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.1):
+                    await driver.start(SandboxSpec())
+            cluster.create_s = 0.0
+            assert not cluster.jobs
+
+    asyncio.run(body())
+    assert not cluster.jobs
+
+
+def test_a_fork_of_an_image_that_has_changed_is_refused(cluster: Any) -> None:
+    async def body() -> None:
+        async with await open_sandboxes("kubernetes", (), cluster.options()) as driver:
+            snapshot = await (await driver.start(SandboxSpec())).snapshot()
+            cluster.digest = "sha256:34"
+            with pytest.raises(EpisodeError, match=r"has changed since the snapshot: '.*sha256:12', now '.*sha256:34'"):
+                await driver.fork(snapshot)
+            cluster.digest = "sha256:12"
+            await driver.fork(snapshot)
+
+    asyncio.run(body())
+    assert not cluster.jobs

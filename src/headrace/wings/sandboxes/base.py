@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from headrace.base.errors import ConfigError, EpisodeError
 from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits
@@ -334,6 +334,8 @@ class SandboxDriver(ABC):
 
     kind: str
     """The name of the driver, such as ``jail``."""
+    serves_forwards: ClassVar[bool] = False
+    """Whether its sessions serve the ``forwards`` of a spec; if not, they refuse such a spec."""
     missing: Mapping[str, str]
     """The guards that sessions lack here, each with the cause."""
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from pydantic import Field, model_validator
 
@@ -38,8 +38,6 @@ FIRST_PORT = 1024
 """The first port on which a user without rights can listen."""
 QUOTED = 600
 """The number of characters of its last output that an error message quotes."""
-_WITH_FORWARDS = ("jail", "bubblewrap")
-"""The kinds of sandboxes whose sessions reach the endpoint, and nothing else, over their own 127.0.0.1."""
 
 
 class HarnessSettings(WorldSettings):
@@ -78,10 +76,13 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
     :class:`~headrace.base.errors.EpisodeError` where the world cannot be made or the program fails."""
     settings = read_settings(HarnessSettings, options)
     assigned = settings.read_task(task)
-    forwards, variables = _reachable(settings, policy)
+    endpoint = urlsplit(policy.base_url)
     address_bytes = int(settings.address_space_gb * GIB)
-    config = settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards)
-    async with await shared_worlds(config).enter(task_key(task), assigned) as session:
+    forwards = ((_inner_port(endpoint), f"{endpoint.hostname}:{endpoint.port}"),)
+    worlds = shared_worlds(settings.world_config(command_s=COMMAND_S, address_bytes=address_bytes, forwards=forwards))
+    driver = await worlds.open()
+    variables = _variables(policy, endpoint) if driver.serves_forwards else _networked(settings, policy)
+    async with await worlds.enter(task_key(task), assigned) as session:
         settings.refuse_unguarded(session)
         done = await _work(session, assigned, settings, variables)
         await _keep_files(session, settings, f"{assigned.name}-{policy.seed}")
@@ -127,29 +128,34 @@ def _write_file(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
-def _reachable(settings: HarnessSettings, policy: EpisodePolicy) -> tuple[tuple[tuple[int, str], ...], dict[str, str]]:
-    """Return the way from a session to the endpoint of the episode, and the variables by which the program finds it.
-    Sandboxes without such ways need a network of their own to the endpoint's address."""
-    base_url, variables = policy.base_url, policy.variables
-    if settings.sandbox not in _WITH_FORWARDS:
-        if settings.driver.get("network") in (None, False, "none"):
-            raise EnvError(
-                f"sessions of kind {settings.sandbox!r} have no network, and no way to the endpoint {base_url}",
-                remedy="choose the kind 'jail' or 'bubblewrap', or set env.options.driver.network, and env.host to an "
-                "address that it reaches",
-            )
-        return (), dict(variables)
-    address = urlsplit(base_url)
-    if address.scheme != "http" or address.port is None or address.hostname is None:
+def _variables(policy: EpisodePolicy, endpoint: SplitResult) -> dict[str, str]:
+    """Return the variables by which a program finds the endpoint over the 127.0.0.1 of its session. Raises
+    :class:`~headrace.base.errors.EnvError` for an endpoint that this name does not reach."""
+    if endpoint.scheme != "http":
         raise EnvError(
-            f"sessions of kind {settings.sandbox!r} cannot reach {base_url}: its certificate is of another "
-            "name than 127.0.0.1",
+            f"sessions cannot reach {policy.base_url} over their own 127.0.0.1: its certificate is of another name",
             remedy="leave env.tls_certificate out: nothing but the sessions hears it",
         )
-    port = address.port if address.port >= FIRST_PORT else address.port + FIRST_PORT
-    inside = f"http://127.0.0.1:{port}"
-    found = {name: value.replace(base_url, inside) for name, value in variables.items()}
-    return ((port, f"{address.hostname}:{address.port}"),), found
+    inside = f"http://127.0.0.1:{_inner_port(endpoint)}"
+    return {name: value.replace(policy.base_url, inside) for name, value in policy.variables.items()}
+
+
+def _inner_port(endpoint: SplitResult) -> int:
+    """Return the port of a session that leads to the endpoint: the same one, where a user may listen at it."""
+    port = endpoint.port or FIRST_PORT
+    return port if port >= FIRST_PORT else port + FIRST_PORT
+
+
+def _networked(settings: HarnessSettings, policy: EpisodePolicy) -> dict[str, str]:
+    """Return the variables for a session that has no way to the endpoint but a network of its own. Raises
+    :class:`~headrace.base.errors.EnvError` where it has none."""
+    if settings.driver.get("network") in (None, False, "none"):
+        raise EnvError(
+            f"sessions of kind {settings.sandbox!r} have no network, and no way to the endpoint {policy.base_url}",
+            remedy="choose the kind 'jail' or 'bubblewrap', or set env.options.driver.network, and env.host to an "
+            "address that it reaches",
+        )
+    return dict(policy.variables)
 
 
 def _quoted(done: Finished) -> str:

@@ -73,7 +73,8 @@ class WorldSettings(Section):
     ) -> WorldConfig:
         """Return what the worlds of all tasks have in common, whose commands take ``command_s`` seconds at most unless
         they are given other limits, and whose processes have an address space of ``address_bytes``. The moments of
-        ``episodes`` ended episodes are kept. ``forwards`` are the ways out of their sessions."""
+        ``episodes`` ended episodes are kept. ``forwards`` are the ways out of their
+        sessions, for drivers that have such ways."""
         limits = replace(
             LIMITS,
             wall_s=command_s,
@@ -92,7 +93,7 @@ class WorldSettings(Section):
             options=json.dumps(self.driver, sort_keys=True),
             images=self.image == "task",
             repositories=self.repositories,
-            loopback=self.loopback or bool(forwards),
+            loopback=self.loopback,
             forwards=forwards,
         )
 

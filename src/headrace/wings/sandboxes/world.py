@@ -54,7 +54,8 @@ class WorldConfig:
     loopback: bool = False
     """Whether sessions have a loopback network."""
     forwards: tuple[tuple[int, str], ...] = ()
-    """The ways out of sessions: a port of their 127.0.0.1, and the address to which it leads."""
+    """The ways out of sessions: a port of their 127.0.0.1, and the address to which it leads. Sessions of drivers
+    without such ways do not get them."""
 
 
 class Worlds:
@@ -79,7 +80,7 @@ class Worlds:
         session = None if moments is not None else await self.enter(key, task)
         if session is not None and kind is AttemptKind.ORIGIN:
             try:
-                moments = await self._moments.begin((key, seed), session, await self._open(), task.agent_s)
+                moments = await self._moments.begin((key, seed), session, await self.open(), task.agent_s)
             except BaseException:
                 await session.stop()
                 raise
@@ -88,7 +89,7 @@ class Worlds:
     async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
         """Return a session in the world of ``task``, which ``key`` names. Raises
         :class:`~headrace.base.errors.EpisodeError` where its environment cannot be made."""
-        driver = await self._open()
+        driver = await self.open()
         async with self._making.setdefault(key, asyncio.Lock()):
             if key not in self._made:
                 self._made[key] = await self._make(driver, task)
@@ -107,7 +108,7 @@ class Worlds:
                 await self._driver.release(self._made.popitem()[1])
             await self._driver.close()
 
-    async def _open(self) -> SandboxDriver:
+    async def open(self) -> SandboxDriver:
         """Return the driver, which the first call opens."""
         async with self._opening:
             if self._driver is None:
@@ -126,14 +127,15 @@ class Worlds:
             memory_bytes=min(most.memory_bytes, task.memory_bytes or most.memory_bytes),
             disk_bytes=min(most.disk_bytes, task.disk_bytes or most.disk_bytes),
         )
+        forwards = dict(self._config.forwards) if driver.serves_forwards else {}
         spec = SandboxSpec(
             limits=limits,
             life_s=life_s,
             directory=task.directory,
             variables=task.variables,
             image=task.image if self._config.images else "",
-            loopback=self._config.loopback,
-            forwards=dict(self._config.forwards),
+            loopback=self._config.loopback or bool(forwards),
+            forwards=forwards,
         )
         async with await driver.start(spec) as session:
             if task.named is not None:

@@ -59,6 +59,8 @@ NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace", "/etc/passwd", "/etc/group"
 class LocalDriver(SandboxDriver):
     """Sessions on this machine. Use :meth:`open`."""
 
+    serves_forwards = True
+
     def __init__(self, kind: str, control: socket.socket, process: Process, readable: list[str]) -> None:
         """Drive the host ``process`` at the other end of ``control``."""
         self.kind = kind
