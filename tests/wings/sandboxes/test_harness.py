@@ -204,6 +204,7 @@ def test_a_driver_without_ways_out_needs_a_network(
     runner: asyncio.Runner,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    *,
     network: dict[str, Any],
     error: type[Exception],
     words: str,
