@@ -12,15 +12,19 @@ from headrace.base.config import Section, descriptions
 DOCUMENT = Path(__file__).parents[2] / "docs" / "formulas.md"
 
 
-def test_document_is_current() -> None:
-    assert DOCUMENT.read_text() == formulas.document(), "run python -m headrace.algo.formulas > docs/formulas.md"
+@pytest.fixture(scope="module")
+def text() -> str:
+    return formulas.document()
+
+
+def test_document_is_current(text: str) -> None:
+    assert DOCUMENT.read_text() == text, "run python -m headrace.algo.formulas > docs/formulas.md"
 
 
 @pytest.mark.parametrize(
     ("name", "kind"), [row for _, _, union in formulas.CHAPTERS for row in classes_by_kind(union).items()]
 )
-def test_every_formula_states_itself_its_source_and_its_options(name: str, kind: type[Section]) -> None:
-    text = formulas.document()
+def test_every_formula_states_itself_its_source_and_its_options(name: str, kind: type[Section], text: str) -> None:
     assert f"### {name}\n" in text
     assert kind.__doc__
     assert "Source" in kind.__doc__ or name == "trust_region"

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,13 +39,13 @@ def layout(inputs: LossInputs, samples: Sequence[int]) -> BatchLayout:
     )
 
 
-def run(what: Objective, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """Loss, gradient of every token (of a teacher's entries too), metrics."""
+def run(what: Objective, inputs: LossInputs, weights: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """Loss, gradient of every token (of a teacher's entries too), and metrics that can be added up."""
     assert inputs.log_pi_NK is not None
     leaves = (inputs.log_pi_N.clone().requires_grad_(), inputs.log_pi_NK.clone().requires_grad_())
     out = what(replace(inputs, log_pi_N=leaves[0], log_pi_NK=leaves[1]), weights)
     grads = torch.autograd.grad(out.loss, leaves, allow_unused=True, materialize_grads=True)
-    return out.loss.detach(), torch.cat([grads[0][:, None], grads[1]], dim=1), means(add([out.metrics]))
+    return out.loss.detach(), torch.cat([grads[0][:, None], grads[1]], dim=1), out.metrics
 
 
 def disturbed(inputs: LossInputs, generator: torch.Generator) -> LossInputs:
@@ -76,19 +77,17 @@ def test_layout_order_and_micro_batches_change_nothing(loss: str) -> None:
         weights = what.weights(layout(other, order))
         total, parts, measured = torch.zeros(()), [], []
         for cut in ([0, 1, 2, 3], [4, 5], [6, 7]):
-            packed = [
-                take(replace(other, versions_N=weights), cut, packed=True).versions_N
-            ]  # weights as one more column
-            micro = take(other, cut, packed=True)
-            part, part_grad, _ = run(what, micro, packed[0])
-            measured.append(what(micro, packed[0]).metrics)
+            packed = take(replace(other, versions_N=weights), cut, packed=True).versions_N  # as one more column
+            part, part_grad, part_metrics = run(what, take(other, cut, packed=True), packed)
+            measured.append(part_metrics)
             total = total + part
             parts.append(part_grad)
         expected = torch.cat([grad[(plain.samples_N == s) & plain.mask_N] for s in order])
         where = f"{loss} × {correction} × {reduction}"
         torch.testing.assert_close(total, value, rtol=1e-5, atol=1e-6, msg=where)
         torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-5, atol=1e-7, msg=where)
-        assert means(add(measured)) == pytest.approx(metrics, rel=1e-6, abs=1e-9), where
+        expected_means = pytest.approx(means(add([metrics])), rel=1e-6, abs=1e-9)
+        assert means(add(measured)) == expected_means, where
 
 
 def gradients(theta: Tensor, rank: int | None) -> Tensor:

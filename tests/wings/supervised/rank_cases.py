@@ -20,7 +20,15 @@ from headrace.wings.supervised.learner import VERBS, open_learner
 
 TINY = 1e-12
 """The scale of a gradient that is zero everywhere, such as that of A while B is 0."""
-LAYOUTS: tuple[dict[str, int], ...] = ({"data": 2}, {"replicate": 2}, {"tensor": 2}, {"context": 2})
+BY_TOKENS: tuple[dict[str, int], ...] = ({"data": 2}, {"context": 2})
+"""The layouts that cut a batch: every loss is computed over them."""
+LAYOUTS: tuple[dict[str, int], ...] = (*BY_TOKENS, {"replicate": 2}, {"tensor": 2})
+"""All layouts. Those that cut the weights alone are the same for every loss."""
+
+
+def layouts_of(loss: str) -> tuple[dict[str, int], ...]:
+    """Return the layouts over which a loss is computed."""
+    return LAYOUTS if loss.startswith("sft") else BY_TOKENS
 
 
 def given_rows(directory: Path) -> dict[str, Any]:
@@ -30,7 +38,7 @@ def given_rows(directory: Path) -> dict[str, Any]:
     for path in sorted(directory.glob("*.run.json")):
         tree, name = json.loads(path.read_text()), path.name.removesuffix(".run.json")
         batches = MessageCodec(list[Batch]).decode((directory / f"{name}.batches").read_bytes())
-        for layout in LAYOUTS:
+        for layout in layouts_of(name):
             config = load_tuning(VERBS[tree["verb"]], _on(tree["config"], layout))
             core = open_learner(config, Ranks(config.learner.parallel, torch.device("cpu")), "", len(batches))
             found[f"{name} {json.dumps(layout)}"] = _trained(core, batches, directory / name)

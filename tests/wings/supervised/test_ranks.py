@@ -32,7 +32,7 @@ from tests.learner.builders import gradients
 from tests.learner.test_parallel import Found, answer, run
 from tests.once import once, shared_directory
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
-from tests.wings.supervised.rank_cases import LAYOUTS
+from tests.wings.supervised.rank_cases import layouts_of
 from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
 from tests.wings.supervised.test_runs import run_file
 
@@ -79,7 +79,7 @@ def found_in(directory: Path, model: Path) -> tuple[Found, Found]:
 @pytest.mark.parametrize("name", COMPARED)
 def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, compared: tuple[Found, Found]) -> None:
     found, alone = compared
-    for layout in LAYOUTS:
+    for layout in layouts_of(name):
         ranked = found[f"{name} {json.dumps(layout)}"]
         assert ranked["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5), layout
         assert ranked["without training"] == pytest.approx(alone[name]["without training"], rel=1e-5), layout
