@@ -142,7 +142,7 @@ def _divide(request: SizingRequest, cluster: Cluster, longest: float) -> Fit:
     return Fit(
         ways=ways,
         cache_tokens=cache_tokens,
-        engine_bytes=_engine_bytes(request),
+        engine_bytes=engine_bytes(request),
         learner_bytes=learner,
         activation_bytes=activations,
         least_learner=least,
@@ -158,7 +158,7 @@ def _shared_tokens(request: SizingRequest, cluster: Cluster, ways: int, longest:
     """Return the capacity in tokens of the cache of an engine of ``ways`` accelerators that also hold their shares of
     the learner; 0 if that is less than ``longest`` tokens, or leaves no memory for a pass of the learner while the
     engine sleeps."""
-    free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - _engine_bytes(request)
+    free_bytes = (_usable(cluster) - learner_bytes(request) / cluster.count) * ways - engine_bytes(request)
     tokens = free_bytes / (request.shape.kv_numbers * request.bytes_per_number)
     return tokens if tokens >= longest and free_bytes >= activation_bytes(request, longest) * ways else 0.0
 
@@ -168,7 +168,7 @@ def _usable(cluster: Cluster) -> float:
     return USABLE * cluster.device.memory_gb * GB
 
 
-def _engine_bytes(request: SizingRequest) -> float:
+def engine_bytes(request: SizingRequest) -> float:
     """Return the bytes of weights in one engine: the copies of the model, and adapters in float32 if these are
     trained."""
     copies = 1 if request.model.lora is not None else COPIES
@@ -183,7 +183,7 @@ def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float)
     smallest = (0, 0.0)
     ways = 1
     while ways <= min(cluster.per_node, most):
-        tokens = (_usable(cluster) * ways - _engine_bytes(request)) / token_bytes
+        tokens = (_usable(cluster) * ways - engine_bytes(request)) / token_bytes
         if tokens >= longest and not smallest[0]:
             smallest = (ways, tokens)
         if tokens >= SEQUENCES * longest:
@@ -193,13 +193,21 @@ def _engine(request: SizingRequest, cluster: Cluster, most: int, longest: float)
 
 
 def learner_bytes(request: SizingRequest) -> float:
-    """Return the bytes of weights, gradients and AdamW's state over all ranks of the learner: 4 + 4 + 8 per parameter
-    in float32; 2 + 2 + 8 in bfloat16, and 4 more for master weights. With adapters, all of these for the adapters and
-    only the weights for the base."""
-    param_bytes = 16.0 if request.bytes_per_number == 4 or request.learner.memory.masters else 12.0
-    if request.model.lora is None:
-        return request.shape.params * param_bytes
-    return request.weight_bytes + request.adapter_params * 16.0
+    """Return the bytes of weights, gradients and AdamW's state over all ranks of the learner."""
+    return sum(learner_parts(request).values())
+
+
+def learner_parts(request: SizingRequest) -> dict[str, float]:
+    """Return the bytes that the learner keeps over all ranks, by what takes them. For each parameter these are 4 for
+    the weight, 4 for the gradient and 8 for AdamW's moments in float32; 2, 2 and 8 in bfloat16, and 4 more for master
+    weights. With adapters, all of these for the adapters in float32, and only the weights for the base."""
+    weight = request.bytes_per_number
+    if request.model.lora is not None:
+        trained = request.adapter_params
+        return {"weights": request.weight_bytes + 4 * trained, "gradients": 4 * trained, "optimizer": 8 * trained}
+    params = request.shape.params
+    masters = 4.0 if weight < 4 and request.learner.memory.masters else 0.0
+    return {"weights": params * float(weight), "gradients": params * float(weight), "optimizer": params * (8 + masters)}
 
 
 def activation_bytes(request: SizingRequest, longest: float) -> float:

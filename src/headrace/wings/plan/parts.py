@@ -1,0 +1,149 @@
+"""The map that a dry run prints: each part of the run, the device on which it runs, and the memory that it takes there.
+
+The figures are reckoned from the sizes of the model, as those of a plan are (:mod:`headrace.wings.plan.sizing`). They
+leave out what libraries and temporary buffers take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from headrace.base.environ import num_cores
+from headrace.base.errors import ConfigError
+from headrace.launch.engines import engine_names
+from headrace.launch.processes import teacher_role
+from headrace.models.config import ModelConfig
+from headrace.models.devices import CPU
+from headrace.models.gpus import VisibleGpus, gpu_numbers
+from headrace.run.session.prepare import Prepared
+from headrace.wings.plan.catalogue import model as shape_of
+from headrace.wings.plan.sizing import SizingRequest, activation_bytes, engine_bytes, learner_parts
+from headrace.wings.plan.verb import asked_of
+
+GB, MB = 1e9, 1e6
+"""The units in which memory is told."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MappedPart:
+    """One part of a run on the map."""
+
+    name: str
+    """The name of its process."""
+    where: str
+    """The devices on which it runs, in words."""
+    num_devices: int = 1
+    """Over how many devices its memory is divided."""
+    bytes_by_use: dict[str, float] = field(default_factory=dict)
+    """The bytes that it keeps on all its devices together, by what takes them; empty if they are not known."""
+
+    def memory(self) -> str:
+        """Return the memory of one of its devices in words: the sum, and what takes it."""
+        if not self.bytes_by_use:
+            return ""
+        each = " on each" if self.num_devices > 1 else ""
+        shares = {use: size / self.num_devices for use, size in self.bytes_by_use.items()}
+        uses = ", ".join(f"{use} {_size(size)}" for use, size in shares.items())
+        return f"{_size(sum(shares.values()))}{each}: {uses}"
+
+
+def parts_table(prepared: Prepared) -> str:
+    """Return the map of the ``prepared`` run as text with a line for each part."""
+    rows = [("part", "where", "memory"), *((part.name, part.where, part.memory()) for part in mapped_parts(prepared))]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return "\n".join(f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows)
+
+
+def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:
+    """Yield the parts of a run: the controller, the ranks of the learner, the engines, and the workers."""
+    config, devices = prepared.config, prepared.devices
+    yield MappedPart(name="controller", where="this machine")
+    ranks = [f"learner-{rank}" if rank else "learner" for rank in range(len(devices.learner))]
+    for name, device in zip(ranks, devices.learner, strict=True):
+        where = _where(prepared, device, "learner", len(ranks))
+        yield MappedPart(name=name, where=where, bytes_by_use=_learner_bytes(prepared))
+    models = _engine_models(prepared)
+    for (name, model), device in zip(models.items(), devices.engines, strict=True):
+        where = _where(prepared, device, "engine", len(models))
+        yield MappedPart(
+            name=name,
+            where=where,
+            num_devices=max(1, len(gpu_numbers(device))),
+            bytes_by_use=_engine_bytes(prepared, model, trained=model is config.model),
+        )
+    workers = {f"scorer {reward.label}": reward.workers for reward in config.env.components}
+    workers |= {"environment": config.env.workers} if config.env.remote else {}
+    for name, number in workers.items():
+        if number:
+            yield MappedPart(name=name if number == 1 else f"{name} x {number}", where=_of_workers(prepared))
+
+
+def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:
+    """Return the model of each engine by the engine's name: those of the policy, of other agents, and of teachers."""
+    own = dict.fromkeys(engine_names(prepared.config.engine.count), prepared.config.model)
+    agents = {f"agent-{name}": model for name, model in prepared.agents.items()}
+    return {**own, **agents, **{teacher_role(name): order.model for name, order in prepared.teachers.items()}}
+
+
+def _learner_bytes(prepared: Prepared) -> dict[str, float]:
+    """Return the bytes that one rank of the learner keeps; nothing for a model whose sizes are not known."""
+    config = prepared.config
+    try:
+        request = asked_of(config)
+    except ConfigError:
+        return {}
+    parallel = config.learner.parallel
+    shards = parallel.world / parallel.replicate
+    kept = {use: size / shards for use, size in learner_parts(request).items()}
+    passes = activation_bytes(request, float(prepared.max_context)) / parallel.context
+    return {**kept, "activations up to": passes}
+
+
+def _engine_bytes(prepared: Prepared, model: ModelConfig, *, trained: bool) -> dict[str, float]:
+    """Return the bytes that one engine keeps; nothing for a model whose sizes are not known. Weights that are not
+    ``trained`` have no second copy, since no others come."""
+    engine = prepared.config.engine
+    try:
+        request = SizingRequest(
+            shape=shape_of(model.path), model=model, engine=engine, flow=prepared.config.flow,
+            sync=prepared.config.sync, learner=prepared.config.learner,
+        )  # fmt: skip
+    except ConfigError:
+        return {}
+    tokens = engine.cache_tokens or engine.max_sequences * prepared.max_context
+    cache = float(tokens * request.shape.kv_numbers * request.bytes_per_number)
+    return {"weights": engine_bytes(request) if trained else request.weight_bytes, "cache up to": cache}
+
+
+def _where(prepared: Prepared, device: str, role: Literal["engine", "learner"], count: int) -> str:
+    """Return in words where a part runs that is one of ``count`` of its role: its threads, or its GPUs by torch's names
+    and, where these differ, by those of the driver."""
+    launch = prepared.config.launch
+    place = f" of a machine that {launch.kind} chooses" if launch.remote else ""
+    if device == CPU:
+        num_threads = launch.threads(role, count, num_cores())
+        return f"{num_threads} thread{'' if num_threads == 1 else 's'}{place}"
+    if launch.remote:
+        return f"{len(gpu_numbers(device))} GPU{place}"
+    names = VisibleGpus.of_this_process().owned(device)
+    same = names == tuple(map(str, gpu_numbers(device)))
+    return device if same else f"{device} (GPU {', '.join(names)})"
+
+
+def _of_workers(prepared: Prepared) -> str:
+    """Return in words where the workers for environments and rewards run."""
+    launch = prepared.config.launch
+    return f"machines that {launch.kind} chooses" if launch.remote else "this machine"
+
+
+def _size(num_bytes: float) -> str:
+    """Return a number of bytes in words.
+
+    >>> _size(2.5e9), _size(3_400_000), _size(80_100)
+    ('2.5 GB', '3.4 MB', '0.08 MB')
+    """
+    if num_bytes >= GB:
+        return f"{num_bytes / GB:,.1f} GB"
+    return f"{num_bytes / MB:.1f} MB" if num_bytes >= MB else f"{num_bytes / MB:.2g} MB"

@@ -1,0 +1,98 @@
+"""The map of a dry run: every part, where it runs, and the memory that it takes there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.models import ModelConfig, load_model
+from headrace.run.session import load_config
+from headrace.run.session.explain import previews
+from headrace.run.session.prepare import Inputs, Prepared, prepare
+from headrace.wings.plan.parts import MappedPart, mapped_parts, parts_table
+from tests.run.session.runs import make_run, tiny_model
+
+Prepare = Callable[..., Prepared]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("tiny") / "model", num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture
+def prepared(tmp_path: Path, model: Path) -> Prepare:
+    def of(*overrides: str, gpus: int = 0, **files: Any) -> Prepared:
+        if not (run_file := tmp_path / "work" / "run.toml").exists():
+            make_run(run_file.parent, model, **files)
+        return prepare(load_config(run_file, overrides), Inputs(gpus=gpus))
+
+    return of
+
+
+def named(prepared: Prepared) -> dict[str, MappedPart]:
+    return {part.name: part for part in mapped_parts(prepared)}
+
+
+def test_weights_and_cache_are_those_of_the_loaded_model(prepared: Prepare, model: Path) -> None:
+    made = prepared(env={"kind": "rollout", "entry": "reward.py:reward", "reward": "", "workers": 2})
+    parts, params = named(made), sum(each.numel() for each in load_model(ModelConfig(path=str(model))).parameters())
+    assert list(parts) == ["controller", "learner", "engine", "environment x 2"]
+    assert parts["learner"].where == parts["engine"].where == "1 thread"
+    learner = parts["learner"].bytes_by_use
+    assert learner["weights"] == learner["gradients"] == learner["optimizer"] / 2 == pytest.approx(4 * params, rel=0.02)
+    assert learner["activations up to"] > 0
+    engine = parts["engine"].bytes_by_use
+    assert engine["weights"] == pytest.approx(2 * 4 * params, rel=0.02)
+    layers, kv_heads, head, slots = 2, 2, 8, 16
+    assert engine["cache up to"] == 2 * layers * kv_heads * head * 4 * slots * made.max_context
+    assert "part " in parts_table(made)
+    assert parts_table(made) in previews(made)
+
+
+def test_ranks_share_what_is_sharded_and_copies_keep_all(prepared: Prepare) -> None:
+    assert list(named(prepared())) == ["controller", "learner", "engine", "scorer reward"]
+    alone = named(prepared())["learner"].bytes_by_use
+    for overrides, ways in ((["learner.parallel.data=2"], 2), (["learner.parallel.replicate=2"], 1)):
+        parts = named(prepared(*overrides))
+        assert list(parts)[1:3] == ["learner", "learner-1"]
+        for rank in ("learner", "learner-1"):
+            kept = parts[rank].bytes_by_use
+            assert kept["optimizer"] == alone["optimizer"] / ways
+            assert kept["activations up to"] == alone["activations up to"]
+    context = named(prepared("learner.parallel.context=2"))["learner-1"].bytes_by_use
+    assert context["activations up to"] == alone["activations up to"] / 2
+
+
+def test_an_adapter_alone_has_gradients_and_no_second_copy_of_the_base(prepared: Prepare) -> None:
+    plain, adapted = named(prepared()), named(prepared("model.lora.rank=4"))
+    assert 0 < adapted["learner"].bytes_by_use["gradients"] < plain["learner"].bytes_by_use["gradients"] / 2
+    assert adapted["engine"].bytes_by_use["weights"] < 0.8 * plain["engine"].bytes_by_use["weights"]
+
+
+def test_gpus_have_the_names_of_the_driver_where_these_differ(
+    prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    parts = named(prepared("engine.count=2", gpus=3))
+    assert [parts[name].where for name in ("learner", "engine-0", "engine-1")] == ["cuda:0", "cuda:2", "cuda:1"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-ab12,6")
+    parts = named(prepared("engine.count=2", gpus=3))
+    shown = [parts[name].where for name in ("learner", "engine-0", "engine-1")]
+    assert shown == ["cuda:0 (GPU 4)", "cuda:2 (GPU 6)", "cuda:1 (GPU GPU-ab12)"]
+
+
+def test_memory_of_several_devices_is_told_of_each() -> None:
+    part = MappedPart(name="engine", where="cuda:0,1", num_devices=2, bytes_by_use={"weights": 5e9, "cache up to": 1e9})
+    assert part.memory() == "3.0 GB on each: weights 2.5 GB, cache up to 500.0 MB"
+
+
+def test_a_model_whose_sizes_are_not_known_is_mapped_without_memory(prepared: Prepare, tmp_path: Path) -> None:
+    made = prepared()
+    (tmp_path / "config.json").write_text('{"model_type": "strange"}')
+    parts = named(replace(made, config=load_config(made.config, [f"model.path={tmp_path}"])))
+    assert parts["learner"].memory() == parts["engine"].memory() == ""
