@@ -324,8 +324,8 @@ async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaD
     """Open the driver of Daytona. ``readable`` paths cannot be shown to a machine of somebody else: they are
     refused."""
     settings = driver_settings("daytona", DaytonaSettings, options)
-    refuse_missing("daytona")
     refuse_readable("daytona", readable)
+    refuse_missing("daytona")
     client = _client()
     driver = DaytonaDriver(settings, client)
     try:
