@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
-from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
+from headrace.wings.sandboxes import LIMITS, SandboxSession, SandboxSpec, SessionEnded, open_sandboxes
 from headrace.wings.sandboxes.served import daytona, hosted, owners
 from tests.wings.sandboxes.conftest import hosted_service, memory_folder
+from tests.wings.sandboxes.test_ends import of_sessions, wait_until
 
 OPTIONS = {"image": "tree:base"}
 LINES = ["hello\n", "headrace-launcher\n", "\n", "Z3JlZXRpbmc=\n\n", "AAEC", "/w==\n\n"]
@@ -263,12 +265,47 @@ def test_snapshots_of_dead_owners_are_found_on_every_page(service: Any, monkeypa
     async def body() -> None:
         async with await open_sandboxes("daytona", (), OPTIONS) as driver:
             session = await driver.start(SandboxSpec())
+            own = await session.snapshot()
             for number, name in enumerate(("mine", f"{daytona.PREFIX}{dead}-1", f"{daytona.PREFIX}{dead}-2")):
                 await asyncio.to_thread(keep_late, service, name)
                 service.ids[list(service.ids)[-1]] = f"00000000-0000-4000-8000-00000000000{number}"
             await driver.sweep()  # type: ignore[attr-defined]
-            assert [names for names in service.machines.images.values() if names] == [["mine"]]
+            left = [name for names in service.machines.images.values() for name in names]
+            assert left == [own.files.name, "mine"]  # type: ignore[attr-defined]
             await driver.remove("mine")  # type: ignore[attr-defined]
             await session.stop()
 
     asyncio.run(body())
+
+
+def test_a_server_that_ends_before_it_has_greeted_is_told_at_once(
+    service: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosted, "_LAUNCHER", "sleep 1000 > /dev/null &")  # what it leaves holds its errors
+
+    async def body() -> None:
+        async with await open_sandboxes("daytona", (), OPTIONS) as driver, asyncio.timeout(60):
+            with pytest.raises(EpisodeError, match="a session cannot start"):
+                await driver.start(SandboxSpec())
+
+    asyncio.run(body())
+
+
+def test_a_driver_that_is_closed_ends_its_commands_at_once(service: Any) -> None:
+    async def body() -> None:
+        driver = await open_sandboxes("daytona", (), OPTIONS)
+        session = await driver.start(SandboxSpec())
+        async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+            running = group.create_task(refused(session))
+            await asyncio.to_thread(wait_until, lambda: bool(of_sessions("4402.1")))
+            await driver.close()
+        assert running.result() == "its driver was closed"
+
+    asyncio.run(body())
+
+
+async def refused(session: SandboxSession) -> str:
+    """Why a command that does not end by itself was ended."""
+    with pytest.raises(SessionEnded):
+        await session.run("sleep 4402.1", limits=replace(LIMITS, wall_s=600.0))
+    return session.ended

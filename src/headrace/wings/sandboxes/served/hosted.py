@@ -157,6 +157,7 @@ class HostedChannel(ServerChannel):
         self.lacks: dict[str, str] = {}
         """The guards that the launcher lacks, each with the cause; known after the first line."""
         self._said = False
+        self._over = False
         self._read = bytearray()
 
     @abstractmethod
@@ -185,7 +186,7 @@ class HostedChannel(ServerChannel):
     async def exactly(self, size: int) -> bytes:
         """Return the next bytes of the server."""
         while len(self._read) < size:
-            if not (more := await self.piece()):
+            if not (more := await self._more()):
                 raise EOFError("the server has gone")
             self._read += more
         return self._taken(size)
@@ -197,10 +198,16 @@ class HostedChannel(ServerChannel):
             start = len(self._read)
             if start > LINE_BYTES:
                 raise ValueError("a line has no end")
-            if not (more := await self.piece()):
+            if not (more := await self._more()):
                 return self._taken(start)
             self._read += more
         return self._taken(end + 1)
+
+    async def _more(self) -> bytes:
+        """Return the next bytes of the server; empty at the end of the stream, and ever after."""
+        more = b"" if self._over else await self.piece()
+        self._over = not more
+        return more
 
     def _taken(self, size: int) -> bytes:
         """Take the first bytes of what was read."""
