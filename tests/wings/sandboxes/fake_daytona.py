@@ -293,6 +293,7 @@ class FakeDaytona(ServiceThread):
         at = f"/root/.daytona/sessions/{request.match_info['session']}/{request.match_info['command']}"
         messages = web.WebSocketResponse()
         await messages.prepare(request)
+        listening = self.loop.create_task(_listen(messages))
         sent = 0
         with contextlib.suppress(OSError), sandbox.path(f"{at}/log").open("rb", buffering=0) as log:
             ended = sandbox.path(f"{at}/code")
@@ -310,9 +311,16 @@ class FakeDaytona(ServiceThread):
                 if self.cut_after is not None and sent > self.cut_after:
                     self.cut_after = None
                     break
+        listening.cancel()
         if not messages.closed and request.transport is not None:
             request.transport.abort()
         return messages
+
+
+async def _listen(messages: web.WebSocketResponse) -> None:
+    """Answer the client's pings, and notice that it has gone."""
+    async for _ in messages:
+        pass
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -68,6 +68,9 @@ class Sandbox:
     def __init__(self, connections: Sequence[tuple[str, Exception | None]] = ()) -> None:
         self.process = Process(connections)
 
+    async def delete(self, *, timeout: float) -> None:
+        pass
+
 
 def followed(connections: Sequence[tuple[str, Exception | None]]) -> tuple[bytes, str]:
     """What a channel reads to the end of a log, and its last words."""
@@ -109,6 +112,22 @@ def test_a_log_that_cannot_be_opened_again_has_ended_with_the_words_of_the_servi
 def test_a_log_whose_connections_are_all_cut_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(daytona, "CONNECTIONS", 3)
     assert followed([("".join(LINES), OSError("cut"))] * 3) == (b"".join(TOLD), "OSError: cut")
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_the_end_of_a_channel_is_read_whether_somebody_waits_or_nobody_has_read(full: bool) -> None:
+    async def body() -> None:
+        channel = daytona.DaytonaChannel(None, Sandbox(), "name")  # type: ignore[arg-type]
+        while full and not channel._pieces.full():
+            channel._pieces.put_nowait(b"unread")
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            if not full:
+                waiting = group.create_task(channel.piece())
+                await asyncio.sleep(0)
+            await channel.close()
+            assert (await channel.piece() if full else await waiting) == b""
+
+    asyncio.run(body())
 
 
 def test_a_line_without_end_is_passed_on_in_parts() -> None:
