@@ -28,7 +28,7 @@ CONTAINERS = ("docker", "podman")
 """Kinds that own their system: docker is a stand-in for its command line, podman is real."""
 SERVICES = ("kubernetes",)
 """Kinds of remote services, by their real clients. Their stand-ins run containers of the stand-in for docker."""
-HOSTED = ("e2b", "modal")
+HOSTED = ("e2b", "modal", "daytona")
 """Kinds that run elsewhere: their real clients reach stand-ins for the services."""
 
 
@@ -39,7 +39,9 @@ class Sandboxes:
         self.kind = kind
         self.options = options or {}
         self.owns_system = kind in (*CONTAINERS, *HOSTED, *SERVICES)
-        self.pace = {"docker": 2.0, "podman": 8.0, "e2b": 4.0, "modal": 4.0, "kubernetes": 4.0}.get(kind, 1.0)
+        self.pace = {"docker": 2.0, "podman": 8.0, "e2b": 4.0, "modal": 4.0, "kubernetes": 4.0, "daytona": 4.0}.get(
+            kind, 1.0
+        )
         """How much longer a start takes than in the jail."""
         self._runner = runner
         self.driver: SandboxDriver = self(open_sandboxes(kind, (), self.options))
@@ -110,7 +112,7 @@ def hosted_service(kind: str, folder: Path) -> Iterator[Any]:
     """A stand-in for a service, in whose environment its client package reaches it; skips where it cannot be."""
     if os.getuid() != 0:
         pytest.skip("only root can make the machines of the stand-in here")
-    pytest.importorskip(kind)
+    pytest.importorskip(kind)  # the client of Daytona is no part of the `dev` extra
     module = importlib.import_module(f"tests.wings.sandboxes.fake_{kind}")
     try:
         service = module.SERVICE(folder)

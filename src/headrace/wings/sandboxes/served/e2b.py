@@ -10,22 +10,18 @@ lines of base64. Its input is bytes. The key is read by the client from ``E2B_AP
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import shlex
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from headrace.base.config import Section
 from headrace.base.errors import EnvError, EpisodeError, HeadraceError
-from headrace.wings.sandboxes.served.containers import LINE_BYTES
 from headrace.wings.sandboxes.served.hosted import (
     END_S,
+    EncodedOutput,
     HostedChannel,
     HostedDriver,
     HostedSession,
-    is_of_launcher,
     launcher_arguments,
     quietly,
     refuse_missing,
@@ -76,8 +72,7 @@ class E2BChannel(HostedChannel):
         self._sandbox = sandbox
         self._handle: AsyncCommandHandle[Any] | None = None
         self._pieces: asyncio.Queue[bytes] = asyncio.Queue(PIECES)
-        self._text = ""
-        self._plain = True
+        self._output = EncodedOutput()
         self._ended = ""
 
     async def run(self, session: HostedSession, settings: E2BSettings) -> None:
@@ -116,14 +111,9 @@ class E2BChannel(HostedChannel):
         return self._ended
 
     async def _take(self, text: str) -> None:
-        """Take text of the server's output: lines up to that of the launcher, then lines of base64."""
-        *lines, self._text = (self._text + text).split("\n")
-        for line in lines:
-            await self._pieces.put(_plain(line) if self._plain else _decoded(line))
-            self._plain = self._plain and not is_of_launcher(line.encode())
-        if len(self._text) > 2 * LINE_BYTES:  # no line of the server's
-            await self._pieces.put(_plain(self._text))
-            self._text = ""
+        """Take text of the server's output."""
+        for piece in self._output.take(text):
+            await self._pieces.put(piece)
 
     async def _watch(self, handle: AsyncCommandHandle[Any]) -> None:
         """Wait for the end of the server, and pass it on."""
@@ -245,18 +235,6 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
             words, remedy="run fewer sessions at once, or ask E2B for a higher limit", reason="session_quota"
         )
     return EpisodeError(words, remedy="name a template that is there, and look at status.e2b.dev", reason=reason)
-
-
-def _plain(line: str) -> bytes:
-    """Return a line as it is."""
-    return line.encode("utf-8", "surrogateescape") + b"\n"
-
-
-def _decoded(line: str) -> bytes:
-    """Return the bytes that a line of base64 stands for; one that is none as it is, for which no answer is taken."""
-    with suppress(binascii.Error, ValueError):
-        return base64.b64decode(line, validate=True) or b"\n"
-    return _plain(line)
 
 
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:

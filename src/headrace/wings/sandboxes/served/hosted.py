@@ -11,9 +11,11 @@ machines and snapshots carry the name of their owner, and the next driver remove
 from __future__ import annotations
 
 import asyncio
+import base64
+import binascii
 import math
 from abc import abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
 from typing import Any, TypeVar
@@ -38,24 +40,30 @@ END_S = 20.0
 MOST_GREETINGS = 100
 """How many lines may come before the launcher's."""
 _LAUNCHER = """
-program=$1 encoded=$2 rights=$3
-shift 3
+program=$1 encoded=$2 lined=$3 rights=$4
+shift 4
 space=(unshare --pid --fork --mount-proc --kill-child) lock=(setpriv --bounding-set=-all --inh-caps=-all --no-new-privs)
 said=headrace-launcher
 "${space[@]}" true 2> /dev/null || { space=() && said+=' first-process'; }
 [[ $rights ]] && lock=()
 [[ $rights ]] || "${lock[@]}" true 2> /dev/null || { lock=() && said+=' rights'; }
 echo "$said"
-lines='while part=$(dd bs=49152 count=1 status=none | base64 -w 0) && [[ $part ]]; do printf "%s\\n" "$part"; done'
+end='\\n'
+[[ $lined ]] && end='\\n\\n'
+lines='while part=$(dd bs=49152 count=1 status=none | base64 -w 0) && [[ $part ]]; do printf "%s'$end'" "$part"; done'
+bytes='while read -r size; do head -c "$size" | base64 -d; done'
 if [[ $encoded && $space ]]; then
+  [[ $lined ]] && exec < <(eval "$bytes")
   "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@" | eval "$lines"
   exit
 fi
 [[ $encoded ]] && program="exec > >($lines)"$'\n'$program
+[[ $lined ]] && program="exec < <($bytes)"$'\n'$program
 exec "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@"
 """
-"""A program of bash that says which guards it lacks, and becomes the server. What turns its output into lines of base64
-runs outside the server's process space, where no command can end it; where there is none, in the server's session."""
+"""A program of bash that says which guards it lacks, and becomes the server. What turns its output into lines of
+base64, and such lines into its input, runs outside the server's process space, where no command can end it; where there
+is none, in the server's session."""
 _LACKS = {
     "first process": "the server is no first process here (unshare is refused): a `kill -1` ends the session",
     "rights": "commands keep the rights of their user here (setpriv is refused)",
@@ -63,17 +71,63 @@ _LACKS = {
 """What is said of a guard that a launcher lacks."""
 
 
-def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool) -> list[str]:
+def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool, lined: bool = False) -> list[str]:
     """Return the arguments of ``bash`` that serve a session on a hosted machine. ``encoded`` sends the server's output
-    as lines of base64, for clients that only pass text; with ``rights``, commands keep those of root."""
+    as lines of base64, for clients that only pass text; with ``rights``, commands keep those of root. ``lined`` is for
+    services that pass input as text, too, and output by way of a log, whose last bytes may wait for the next ones: the
+    input comes as :func:`encoded_input` writes it, and each line of output is followed by an empty one."""
     numbers = (int(spec.life_s * 1e6), spec.limits.processes, spec.limits.memory_bytes)
-    flags = ("1" if flag else "" for flag in (encoded, rights))
+    flags = ("1" if flag else "" for flag in (encoded, lined, rights))
     return ["-c", _LAUNCHER, "launcher", server_program(), *flags, *map(str, numbers)]
 
 
 def is_of_launcher(line: bytes) -> bool:
     """Return whether a line is the first one of the launcher, and not what an image's profile says to its users."""
     return line.startswith(b"headrace-launcher")
+
+
+def encoded_input(data: bytes) -> str:
+    """Return the lines of text that a launcher with ``lined`` turns into these bytes.
+
+    >>> encoded_input(b"hello")
+    '9\\naGVsbG8=\\n'
+    """
+    text = base64.b64encode(data).decode() + "\n"
+    return f"{len(text)}\n{text}"
+
+
+class EncodedOutput:
+    """The output of a launcher with ``encoded``: lines up to the launcher's own, then lines of base64."""
+
+    def __init__(self) -> None:
+        """Begin with nothing taken."""
+        self._text = ""
+        self._plain = True
+
+    def take(self, text: str) -> list[bytes]:
+        """Take the next text, and return the pieces that have come with it. A line that is no base64 is a piece as it
+        is, for which no answer is taken; an empty one is none."""
+        *lines, self._text = (self._text + text).split("\n")
+        pieces = []
+        for line in lines:
+            pieces.append(_unencoded(line) if self._plain else _decoded(line))
+            self._plain = self._plain and not is_of_launcher(line.encode("utf-8", "surrogateescape"))
+        if len(self._text) > 2 * LINE_BYTES:  # no line of the server's
+            pieces.append(_unencoded(self._text))
+            self._text = ""
+        return [piece for piece in pieces if piece]
+
+
+def _unencoded(line: str) -> bytes:
+    """Return a line as it is."""
+    return line.encode("utf-8", "surrogateescape") + b"\n"
+
+
+def _decoded(line: str) -> bytes:
+    """Return the bytes that a line of base64 stands for; one that is none as it is."""
+    with suppress(binascii.Error, ValueError):
+        return base64.b64decode(line, validate=True)
+    return _unencoded(line)
 
 
 def whole_seconds(spec: SandboxSpec) -> int:
@@ -103,6 +157,7 @@ class HostedChannel(ServerChannel):
         self.lacks: dict[str, str] = {}
         """The guards that the launcher lacks, each with the cause; known after the first line."""
         self._said = False
+        self._over = False
         self._read = bytearray()
 
     @abstractmethod
@@ -131,7 +186,7 @@ class HostedChannel(ServerChannel):
     async def exactly(self, size: int) -> bytes:
         """Return the next bytes of the server."""
         while len(self._read) < size:
-            if not (more := await self.piece()):
+            if not (more := await self._more()):
                 raise EOFError("the server has gone")
             self._read += more
         return self._taken(size)
@@ -143,10 +198,16 @@ class HostedChannel(ServerChannel):
             start = len(self._read)
             if start > LINE_BYTES:
                 raise ValueError("a line has no end")
-            if not (more := await self.piece()):
+            if not (more := await self._more()):
                 return self._taken(start)
             self._read += more
         return self._taken(end + 1)
+
+    async def _more(self) -> bytes:
+        """Return the next bytes of the server; empty at the end of the stream, and ever after."""
+        more = b"" if self._over else await self.piece()
+        self._over = not more
+        return more
 
     def _taken(self, size: int) -> bytes:
         """Take the first bytes of what was read."""
@@ -218,9 +279,10 @@ class HostedDriver(KeepingDriver):
         except TimeoutError:
             raise _late("session_snapshot") from None
 
-    def watch(self, call: Coroutine[Any, Any, None]) -> None:
-        """Have a call that raises nothing run beside the sessions; :meth:`close` waits for its end."""
-        self._tasks.create_task(call)
+    def watch(self, call: Coroutine[Any, Any, None]) -> Callable[[], object]:
+        """Have a call that raises nothing run beside the sessions, and return what cancels it; :meth:`close` waits for
+        its end."""
+        return self._tasks.create_task(call).cancel
 
     def tags(self, session: HostedSession) -> dict[str, str]:
         """Return what the machine of a session carries."""

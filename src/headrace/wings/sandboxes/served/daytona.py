@@ -1,0 +1,336 @@
+"""Sessions in sandboxes of Daytona, by its own client (``pip install 'headrace[daytona]'``).
+
+    DaytonaDriver ── create ── sandbox of an image, or of a snapshot
+                  ══ a command of a process session: input by calls, output by its log, a WebSocket ══ server.sh
+                  ── create_snapshot: an image of its files, a fork a sandbox of it
+
+Input and output are text to the service, so that both travel as lines of base64. Its terminals pass bytes, but drop a
+reader that is slower than their output; the log waits, and is read again where it was when its connection is cut. The
+key is read by the client from ``DAYTONA_API_KEY``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import shlex
+import warnings
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from headrace.base.config import Section
+from headrace.base.errors import EnvError, EpisodeError, HeadraceError
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.base import SandboxSpec
+from headrace.wings.sandboxes.served.containers import OWN_BYTES
+from headrace.wings.sandboxes.served.hosted import (
+    END_S,
+    EncodedOutput,
+    HostedChannel,
+    HostedDriver,
+    HostedSession,
+    encoded_input,
+    launcher_arguments,
+    quietly,
+    refuse_missing,
+    words_of,
+)
+from headrace.wings.sandboxes.served.keeping import KeptSession
+from headrace.wings.sandboxes.served.owners import LABEL, is_dead
+from headrace.wings.sandboxes.served.settings import driver_settings, refuse_readable
+
+if TYPE_CHECKING:
+    from daytona import AsyncDaytona, AsyncSandbox
+    from daytona.common.daytona import CreateSandboxBaseParams
+
+SENT_BYTES = 1 << 18
+"""The most bytes of one call that sends input. The service passes them on by a pipe, and answers when they are read."""
+PREFIX = "headrace-snapshot-"
+"""How the names of snapshots begin."""
+NAMED = "snapshot:"
+"""How an image begins that is the name of a snapshot of Daytona, and none of a registry."""
+PIECES = 64
+"""How many pieces of output wait to be read before the stream is held up."""
+CONNECTIONS = 100
+"""How many times the log of one session is opened before its end is believed."""
+PAGE = 100
+"""How many snapshots are listed by one call."""
+_NOT_TEXT = str.maketrans("", "", "\0\1\2")
+"""What older services fill messages with, and what may be left of the marks of the log where a connection was cut."""
+_MISSING = {"disk": "Daytona cannot bound the files of a session: they may fill the disk of its sandbox"}
+"""What the service does not hold."""
+_QUOTA = ("limit exceeded", "quota exceeded")
+"""How the words of a refusal for a quota end; its status is that of any wrong request."""
+
+
+class DaytonaSettings(Section):
+    """The settings of sandboxes of Daytona: ``env.options.driver``."""
+
+    image: str = ""
+    """The image of sessions whose task names none: of a registry, with its tag, or ``snapshot:NAME``."""
+    target: str = ""
+    """The region of the sandboxes; empty: that of ``DAYTONA_TARGET``, or of the organization."""
+    network: bool = False
+    """Whether sessions reach the network."""
+    user: str = "root"
+    """The user that the service is asked to run the server and the commands as."""
+    rights: bool = False
+    """Whether commands keep the rights of that user, such as those of root; else they have none."""
+    cpus: int | None = Field(default=None, ge=1)
+    """The processors of a sandbox of an image; unset: what Daytona gives."""
+    disk_gib: int | None = Field(default=None, ge=1)
+    """The disk of a sandbox of an image, in GiB; unset: what Daytona gives."""
+    idle_s: int = Field(default=900, ge=60)
+    """The time after which Daytona ends a sandbox whose worker has died, in seconds, rounded up to minutes."""
+
+
+class DaytonaChannel(HostedChannel):
+    """The standard streams of the server in a sandbox: the input of a command, and its log."""
+
+    def __init__(self, driver: DaytonaDriver, sandbox: AsyncSandbox, name: str) -> None:
+        """Use a sandbox, and a process session of this name; :meth:`run` starts the server."""
+        super().__init__()
+        self._driver = driver
+        self._sandbox = sandbox
+        self._name = name
+        self._command = ""
+        self._pieces: asyncio.Queue[bytes] = asyncio.Queue(PIECES)
+        self._output = EncodedOutput()
+        self._passed = 0
+        self._again = 0
+        self._connected = False
+        self._leave: Callable[[], object] | None = None
+        self._ended = ""
+
+    async def run(self, session: HostedSession, settings: DaytonaSettings) -> None:
+        """Start the launcher."""
+        from daytona import SessionExecuteRequest
+
+        words = launcher_arguments(session.spec, encoded=True, lined=True, rights=settings.rights)
+        # no `exec`: the shell of the process session tells the end of the server, for which its errors must end, too
+        command = f"cd / && bash {shlex.join(words)} 2> /dev/null"
+        await self._sandbox.process.create_session(self._name)
+        started = await self._sandbox.process.execute_session_command(
+            self._name, SessionExecuteRequest(command=command, run_async=True, suppress_input_echo=True)
+        )
+        self._command = started.cmd_id
+        self._leave = self._driver.watch(self._follow())
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes to the server."""
+        try:
+            for start in range(0, len(data), SENT_BYTES):
+                text = encoded_input(data[start : start + SENT_BYTES])
+                await self._sandbox.process.send_session_command_input(self._name, self._command, text)
+        except Exception as error:  # the client's errors have a base, but those of its transport need not
+            self._ended = self._ended or words_of(error)
+            raise OSError(f"input cannot be sent: {error}") from error
+
+    async def piece(self) -> bytes:
+        """Return the next bytes of the server."""
+        return await self._pieces.get()
+
+    async def close(self) -> None:
+        """End the sandbox."""
+        await quietly(self._sandbox.delete(timeout=END_S))
+        if self._leave is not None:
+            self._leave()
+        while not self._pieces.empty():  # nobody reads them any more, and the end has to find room
+            self._pieces.get_nowait()
+        self._pieces.put_nowait(b"")
+
+    async def last_words(self) -> str:
+        """Return what the client has said of the end of the server; empty if nothing."""
+        return self._ended
+
+    async def _follow(self) -> None:
+        """Read the log to the end of the server, again from where it was if a connection is cut."""
+        for _ in range(CONNECTIONS):
+            self._again, self._connected = self._passed, False
+            try:
+                await self._sandbox.process.get_session_command_logs_async(
+                    self._name, self._command, self._take, _ignore
+                )
+                break
+            except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
+                self._ended = words_of(error)
+                if not self._connected:
+                    break
+        await self._pieces.put(b"")
+
+    async def _take(self, text: str) -> None:
+        """Take text of the log, which begins anew with each connection."""
+        text = text.translate(_NOT_TEXT)
+        self._connected = True
+        new = text[self._again :]
+        self._again = max(0, self._again - len(text))
+        self._passed += len(new)
+        for piece in self._output.take(new):
+            await self._pieces.put(piece)
+
+
+class DaytonaDriver(HostedDriver):
+    """Sessions in sandboxes of Daytona. Use :func:`open_daytona`."""
+
+    def __init__(self, settings: DaytonaSettings, client: AsyncDaytona) -> None:
+        """Describe a driver with these settings, which closes its client."""
+        super().__init__("daytona", settings.image, _MISSING)
+        self.settings = settings
+        self._client = client
+        self._unsure: set[str] = set()
+
+    async def create(self, session: HostedSession, origin: str) -> DaytonaChannel:
+        """Make a sandbox of an image or a snapshot, and start the launcher in it."""
+        try:
+            sandbox = await self._client.create(self._wanted(session, origin), timeout=0)
+            session.machine = sandbox
+            channel = DaytonaChannel(self, sandbox, session.name)
+            await channel.run(session, self.settings)
+        except BaseException as error:
+            # a sandbox whose image could not be built is there as well, and is not ended by its time alone
+            await asyncio.shield(quietly(self._end(session.name)))
+            if isinstance(error, Exception):
+                raise _refusal(error, f"a session cannot start from {origin!r}") from error
+            raise
+        return channel
+
+    async def keep(self, session: KeptSession, name: str) -> str:
+        """Make a snapshot of the files of a sandbox."""
+        name = f"{PREFIX}{name}"
+        self._unsure.add(name)
+        try:
+            await session.machine.create_snapshot(name, timeout=0)
+            # the sandbox goes on as before when its snapshot has failed, and nothing else tells it
+            await self._client.snapshot.get(name)
+        except Exception as error:
+            raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
+        self._unsure.discard(name)
+        return name
+
+    async def remove(self, kept: str) -> None:
+        """Remove a snapshot."""
+        await quietly(self._client.snapshot.delete(kept))
+
+    async def close(self) -> None:
+        """End all sandboxes, have all snapshots removed, and close the client."""
+        await super().close()
+        for name in self._unsure:  # the service may have made them after all
+            await self.remove(name)
+        await quietly(self._client.close())
+
+    async def sweep(self) -> None:
+        """End sandboxes and remove snapshots whose owner has died."""
+        from daytona import ListSandboxesQuery
+
+        try:
+            async for sandbox in self._client.list(ListSandboxesQuery(labels={"headrace": "session"})):
+                if is_dead(sandbox.labels.get(LABEL, "")):
+                    await quietly(sandbox.delete(timeout=END_S))
+            for name in await self._snapshots():
+                if name.startswith(PREFIX) and is_dead(name.removeprefix(PREFIX)):
+                    await self.remove(name)
+        except Exception as error:
+            raise EnvError(
+                f"Daytona cannot be used: {words_of(error)}",
+                remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots, and look at "
+                "status.daytona.io",
+            ) from error
+
+    async def _snapshots(self) -> list[str]:
+        """Return the names of all snapshots."""
+        names: list[str] = []
+        page, pages = 0, 1
+        while page < pages:
+            page += 1
+            found = await self._client.snapshot.list(page=page, limit=PAGE)
+            names += [kept.name for kept in found.items]
+            pages = found.total_pages
+        return names
+
+    async def _end(self, name: str) -> None:
+        """End a sandbox by its name."""
+        await (await self._client.get(name)).delete(timeout=END_S)
+
+    def _wanted(self, session: HostedSession, origin: str) -> CreateSandboxBaseParams:
+        """Return what the service is asked for. A sandbox that is idle is one without a connection to its log."""
+        from daytona import CreateSandboxFromImageParams, CreateSandboxFromSnapshotParams, Resources
+
+        settings = self.settings
+        common = {
+            "name": session.name,
+            "os_user": settings.user,
+            "labels": self.tags(session),
+            "network_block_all": not settings.network,
+            "ttl_minutes": whole_minutes(session.spec.life_s),
+            "auto_stop_interval": whole_minutes(settings.idle_s),
+            "ephemeral": True,
+            "target": settings.target or None,
+        }
+        if session.below or origin.startswith(NAMED):
+            return CreateSandboxFromSnapshotParams(snapshot=origin.removeprefix(NAMED), **common)
+        resources = Resources(cpu=settings.cpus, memory=_memory_gib(session.spec), disk=settings.disk_gib)
+        return CreateSandboxFromImageParams(image=origin, resources=resources, **common)
+
+
+def whole_minutes(seconds: float) -> int:
+    """Return a time as the service takes it.
+
+    >>> whole_minutes(61.0)
+    2
+    """
+    return max(1, math.ceil(seconds / 60))
+
+
+def _memory_gib(spec: SandboxSpec) -> int:
+    """Return the memory of the sandbox of a session, in GiB."""
+    return math.ceil((spec.limits.memory_bytes + OWN_BYTES) / (1024 * MIB))
+
+
+def _ignore(text: str) -> None:
+    """Take text of the server's errors, of which there are none."""
+
+
+def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> HeadraceError:
+    """Return the error of this package for one of the client, with the client's words and what helps."""
+    from daytona import DaytonaAuthenticationError, DaytonaForbiddenError, DaytonaRateLimitError
+
+    words = f"{what}: {words_of(error)}"
+    if isinstance(error, DaytonaAuthenticationError | DaytonaForbiddenError):
+        return EnvError(words, remedy="set DAYTONA_API_KEY to a key that may write and delete sandboxes and snapshots")
+    if isinstance(error, DaytonaRateLimitError) or any(word in words.lower() for word in _QUOTA):
+        return EpisodeError(
+            words, remedy="run fewer sessions at once, or ask Daytona for a higher limit", reason="session_quota"
+        )
+    return EpisodeError(
+        words, remedy="name an image that is there, with its tag, and look at status.daytona.io", reason=reason
+    )
+
+
+def _client() -> AsyncDaytona:
+    """Return a client with the key of the environment. Raises :class:`~headrace.base.errors.EnvError` without one."""
+    from daytona import AsyncDaytona, DaytonaConfig, DaytonaError
+
+    try:
+        with warnings.catch_warnings():  # the client looks at a setting of its own that it has deprecated
+            warnings.simplefilter("ignore", DeprecationWarning)
+            return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session holds a connection
+    except DaytonaError as error:
+        raise EnvError(f"Daytona cannot be used: {words_of(error)}", remedy="set DAYTONA_API_KEY") from error
+
+
+async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaDriver:
+    """Open the driver of Daytona. ``readable`` paths cannot be shown to a machine of somebody else: they are
+    refused."""
+    settings = driver_settings("daytona", DaytonaSettings, options)
+    refuse_readable("daytona", readable)
+    refuse_missing("daytona")
+    client = _client()
+    driver = DaytonaDriver(settings, client)
+    try:
+        await driver.opened()
+    except BaseException:
+        await quietly(client.close())
+        raise
+    return driver
