@@ -20,7 +20,7 @@ INTERNAL = {
     "headrace.reports",
 }
 """Groups by which the core finds its wings, and the one of a doctest."""
-PLAIN = {"headrace.bundles", "headrace.reductions", "headrace.shapings"}
+PLAIN = {"headrace.bundles", "headrace.env_options", "headrace.reductions", "headrace.shapings"}
 """Groups of plain tables, which have no class of their own to inherit."""
 FUNCTIONS = {"headrace.readers", "headrace.sandboxes"}
 """Groups of functions."""

@@ -275,7 +275,10 @@ def test_a_spent_budget_can_be_caught_and_else_is_the_cause(tmp_path: Path) -> N
             at.limits = EpisodeLimits(max_turns=2)
             caught, raised = await at.run("catch", "raise")
             assert caught == 0.25
-            assert raised == "max_turns: the episode has used up env.max_turns: it is at 2"
+            assert (
+                raised
+                == "max_turns: the episode has used up env.max_turns: it is at 2; end it before, or raise env.max_turns"
+            )
 
     asyncio.run(main())
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import subprocess
 import sys
+import tomllib
 import venv
 from collections import Counter
 from collections.abc import Iterator
@@ -172,6 +174,16 @@ def test_settings_that_cannot_work_are_refused_by_name(
 ) -> None:
     with pytest.raises(EnvError, match=words):
         attempt(runner, write_task(tmp_path / "one", HARBOR), Endpoint(""), **options)
+
+
+def test_the_commands_of_the_page_are_each_one_command() -> None:
+    """A line break would end a command of bash before its last arguments."""
+    page = (Path(__file__).parents[3] / "docs/sandboxes.md").read_text()
+    blocks = [tomllib.loads(block) for block in re.findall(r"```toml\n(.*?)```", page, re.DOTALL)]
+    commands = [block["env"]["options"]["command"] for block in blocks if block["env"]["kind"] == "harness"]
+    assert commands
+    assert [command for command in commands if "\n" in command] == []
+    assert all(command.endswith('-t "$(cat $HEADRACE_INSTRUCTION)" ') for command in commands if "mini" in command)
 
 
 class Walled(SandboxDriver):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -43,6 +44,18 @@ def test_a_ready_session_that_has_ended_is_not_given_away(sandboxes: Sandboxes) 
             await pool._ready[0].stop()
             session = await pool.take()
             assert session.state is SessionState.RUNNING
+            await session.stop()
+
+    sandboxes(body())
+
+
+def test_a_ready_session_whose_time_is_over_is_not_given_away(sandboxes: Sandboxes) -> None:
+    async def body() -> None:
+        async with SessionPool(sandboxes.driver, SandboxSpec(life_s=1.5 * sandboxes.pace), ready=1) as pool:
+            await pool.fill()
+            await asyncio.sleep(2 * sandboxes.pace)
+            session = await pool.take()
+            assert (await session.run("echo here")).stdout == "here\n"
             await session.stop()
 
     sandboxes(body())

@@ -122,7 +122,7 @@ class _RequestDispatcher:
             self.channel.send(_done(order.call, ended))
         except (EpisodeError, RequestError) as error:
             reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
-            self._fail(order.call, reason, error.problem)
+            self._fail(order.call, reason, f"{error.problem}; {error.remedy}" if error.remedy else error.problem)
         except BaseException as error:  # noqa: BLE001 - the boundary of user code: its failure is a record
             if _is_cancelled(error) and order.call not in self.given_up:
                 end_now()  # code of an unknown episode cancelled this task, so all of them are made again

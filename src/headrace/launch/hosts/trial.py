@@ -94,13 +94,12 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
     if isinstance(error, EpisodeError):
         return error
     if isinstance(error, HeadraceError):
-        words = f"{error.problem}; {error.remedy}"  # the reader of the findings sees nothing else of it
-        return EpisodeError(words, remedy=error.remedy, reason=UNUSABLE)
+        return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
     try:
         words = where(error, entry.rpartition(":")[0])
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
         words = f"{type(error).__name__}, which cannot be printed"
-    return EpisodeError(words, remedy="fix it")
+    return EpisodeError(words, remedy="")  # the words name the line
 
 
 @functools.cache

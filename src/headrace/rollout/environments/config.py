@@ -7,14 +7,14 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, model_validator
 
-from headrace.base.config import Section
+from headrace.base.config import Section, validate
 from headrace.base.config.kinds import NameOf
 from headrace.base.config.tls import refuse_incomplete_tls
 from headrace.base.errors import ConfigError
 from headrace.rollout.answers import PARSERS
 from headrace.rollout.environments.agents import RESERVED, AgentConfig
 from headrace.rollout.environments.curriculum import CurriculumConfig
-from headrace.rollout.environments.registry import BUILT_IN, ENVIRONMENTS
+from headrace.rollout.environments.registry import BUILT_IN, ENV_OPTIONS, ENVIRONMENTS
 from headrace.rollout.scoring import AnyReward, FunctionReward, RewardConfig
 
 
@@ -286,6 +286,8 @@ class EnvConfig(Section):
                 f"env.entry={self.entry!r} is set, and env.kind={self.kind!r} does not use it",
                 remedy="set env.kind = 'env' or 'rollout', or leave env.entry out",
             )
+        if self.kind in ENV_OPTIONS:
+            validate(ENV_OPTIONS.load(self.kind), self.options, "env.options")
         return self
 
 

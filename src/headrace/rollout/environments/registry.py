@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from headrace.base.config import Section
 from headrace.base.plugins import Registry
 from headrace.rollout.environments.interface import Env
 
@@ -25,3 +26,13 @@ def _problem(made: Any) -> str | None:
 ENVIRONMENTS = Registry[Callable[..., Any]](group="headrace.environments", setting="env.kind", check=_problem)
 """Classes and functions of installed packages, like those that ``env.entry`` names. They are called with
 ``env.options``."""
+
+
+def _no_settings(made: Any) -> str | None:
+    """Return why an object of an installed package does not describe options; ``None`` if it does."""
+    return None if isinstance(made, type) and issubclass(made, Section) else "inherits no headrace.base.config.Section"
+
+
+ENV_OPTIONS = Registry[type[Section]](group="headrace.env_options", setting="env.kind", check=_no_settings)
+"""The options that an environment of an installed package takes, as a section of settings, by the environment's name.
+Where there is one, ``env.options`` are checked against it when the run file is read."""

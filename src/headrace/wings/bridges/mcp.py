@@ -14,11 +14,13 @@ Your own rollout function gets the tools from ``async with connected(what) as to
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shlex
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from importlib import import_module
 from typing import Any
 
 from headrace.base.errors import BudgetSpent, EnvError, EpisodeError
@@ -118,10 +120,17 @@ class Tools:
         return _tool_message(call, "\n".join(texts), failed=result.is_error)
 
 
+def _import_client() -> None:
+    """Import what a connection needs."""
+    for name in ("anyio", "mcp.shared.message"):
+        import_module(name)
+
+
 @asynccontextmanager
 async def connected(what: str | LineChannel, timeout_s: float = TIMEOUT_S) -> AsyncIterator[Tools]:
     """Connect to the MCP server ``what`` (a URL, a command or a channel) for the body of ``async with``, and yield its
     tools. ``timeout_s`` is the longest wait for an answer, in seconds."""
+    await asyncio.to_thread(_import_client)  # takes a second or more, in which other episodes go on
     from mcp import Client, StdioServerParameters
 
     server: Any = what

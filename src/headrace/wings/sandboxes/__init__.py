@@ -14,6 +14,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 from headrace.wings.sandboxes.base import (
     LIMITS,
+    DriverLost,
     SandboxDriver,
     SandboxSession,
     SandboxSnapshot,
@@ -58,6 +59,7 @@ async def open_sandboxes(
 __all__ = [
     "LIMITS",
     "SANDBOXES",
+    "DriverLost",
     "SandboxDriver",
     "SandboxSession",
     "SandboxSnapshot",

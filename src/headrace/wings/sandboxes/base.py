@@ -27,7 +27,7 @@ from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, ClassVar, Self
 
-from headrace.base.errors import ConfigError, EpisodeError
+from headrace.base.errors import ConfigError, EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox import Finished, Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.rollout.scoring.sandbox.run import ENVIRONMENT
@@ -53,6 +53,10 @@ _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 
 class SessionEnded(EpisodeError):
     """The error of a call to a session that has ended, whatever ended it."""
+
+
+class DriverLost(EnvError):
+    """The error of a driver that can make no sessions any more, since what makes them has gone: open it again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -15,6 +17,8 @@ MOST_BYTES = 8 * MIB
 """The longest list of files that is read; of a directory with more files no changes are told."""
 LIST_S = 10.0
 """The longest time of making a list."""
+_PLAIN = re.compile(r"[\w./@+=%-]+")
+"""The names that are shown as they are; others are quoted, so that no name looks like several changes."""
 _LIST = """cd -- "$1" && find . -xdev ! -type d -printf '%C@ %P\\0'"""
 """A script that lists the files below a directory, each with the time of its last change."""
 
@@ -58,9 +62,16 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str]) -> str
 
     >>> describe_changes({"a": "1", "b": "1", "d": "1"}, {"b": "2", "c": "1", "d": "1"})
     '+ c, ~ b, - a'
+    >>> print(describe_changes({}, {"a, ~ b": "1", "é.py": "1"}))
+    + "a, ~ b", + é.py
     """
-    found = [f"+ {name}" for name in sorted(after.keys() - before.keys())]
-    found += [f"~ {name}" for name in sorted(after.keys() & before.keys()) if after[name] != before[name]]
-    found += [f"- {name}" for name in sorted(before.keys() - after.keys())]
+    found = [f"+ {_quoted(name)}" for name in sorted(after.keys() - before.keys())]
+    found += [f"~ {_quoted(name)}" for name in sorted(after.keys() & before.keys()) if after[name] != before[name]]
+    found += [f"- {_quoted(name)}" for name in sorted(before.keys() - after.keys())]
     more = len(found) - MOST_NAMES
     return ", ".join([*found[:MOST_NAMES], *([f"and {more} more"] if more > 0 else [])])
+
+
+def _quoted(name: str) -> str:
+    """Return the name of a file as it is shown."""
+    return name if _PLAIN.fullmatch(name) else json.dumps(name, ensure_ascii=False)

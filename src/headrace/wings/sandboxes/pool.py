@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from headrace.base.errors import ConfigError
-from headrace.wings.sandboxes.base import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec
+from headrace.wings.sandboxes.base import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, SessionEnded
 
 
 class SessionPool:
@@ -34,11 +34,12 @@ class SessionPool:
     async def take(self) -> SandboxSession:
         """Return a session that is ready; if there is none, wait for the next. A session that has ended meanwhile is
         replaced. Raises the error of its start where sessions cannot start."""
-        async with self._changed:
-            while True:
-                if (session := self._pop()) is not None:
-                    return session
-                await self._changed.wait()
+        while True:
+            async with self._changed:
+                while (session := self._pop()) is None:
+                    await self._changed.wait()
+            if await _answers(session):
+                return session
 
     def _pop(self) -> SandboxSession | None:
         """Return a session that is ready; ``None`` if there is none. Raises the error of the last start."""
@@ -95,3 +96,12 @@ class SessionPool:
         await self._tasks.__aexit__(kind, error, trace)
         for session in self._ready:
             await session.stop()
+
+
+async def _answers(session: SandboxSession) -> bool:
+    """Return whether a session still runs: only a call finds out that its time is over, or that it was killed."""
+    try:
+        await session.count_background()
+    except SessionEnded:
+        return False
+    return True

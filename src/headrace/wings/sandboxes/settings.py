@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, model_validator
 
-from headrace.base.config import Section
+from headrace.base.config import Section, validate
 from headrace.base.errors import ConfigError, DataError, EnvError, EpisodeError
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes import LIMITS, SANDBOXES, SandboxSession, swe
@@ -145,14 +145,9 @@ def read_settings(kind: type[S], options: Mapping[str, Any]) -> S:
     """Return ``env.options`` as settings of this kind. Raises :class:`~headrace.base.errors.EnvError` for one that
     cannot be used."""
     try:
-        return kind(**options)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise EnvError(
-            f"env.options.{'.'.join(map(str, first['loc']))}: {first['msg']}", remedy="see docs/sandboxes.md"
-        ) from None
+        return validate(kind, options, "env.options")
     except ConfigError as error:
-        raise EnvError(f"env.options: {error.problem}", remedy=error.remedy) from None
+        raise EnvError(error.problem, remedy=error.remedy) from None
 
 
 def task_key(row: Mapping[str, Any]) -> str:

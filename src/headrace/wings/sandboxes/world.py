@@ -12,16 +12,25 @@ import math
 import posixpath
 import re
 import shlex
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from headrace.base.clock import RealClock
-from headrace.base.errors import EpisodeError
+from headrace.base.errors import EnvError, EpisodeError, HeadraceError
 from headrace.base.types.episode import AttemptKind
 from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
-from headrace.wings.sandboxes import SandboxDriver, SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes, swe
+from headrace.wings.sandboxes import (
+    DriverLost,
+    SandboxDriver,
+    SandboxSession,
+    SandboxSnapshot,
+    SandboxSpec,
+    open_sandboxes,
+    swe,
+)
 from headrace.wings.sandboxes.moments import ForkedWorld, MomentStore
 from headrace.wings.sandboxes.tasks import BuildStep, TaskDirectory, files_below
 
@@ -68,6 +77,8 @@ class Worlds:
         self._opening = asyncio.Lock()
         self._made: OrderedDict[str, SandboxSnapshot] = OrderedDict()
         self._making: dict[str, asyncio.Lock] = {}
+        self._failures: Counter[str] = Counter()
+        self._last_failure: dict[str, EpisodeError] = {}
         self._moments = MomentStore(config.episodes)
 
     async def attempt(
@@ -87,18 +98,49 @@ class Worlds:
         return ForkedWorld(self._moments, (key, seed), session=session, moments=moments, kind=kind)
 
     async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
-        """Return a session in the world of ``task``, which ``key`` names. Raises
-        :class:`~headrace.base.errors.EpisodeError` where its environment cannot be made."""
+        """Return a session in the world of ``task``, which ``key`` names. A driver that is lost is opened again, once.
+        Raises :class:`~headrace.base.errors.EpisodeError` where the environment cannot be made."""
         driver = await self.open()
+        try:
+            return await self._enter(driver, key, task)
+        except DriverLost:
+            await self._give_up(driver)
+            return await self._enter(await self.open(), key, task)
+
+    async def _enter(self, driver: SandboxDriver, key: str, task: TaskDirectory) -> SandboxSession:
+        """Return a session in the world of ``task``. An environment that could not be made fails all who waited for it;
+        the next one tries again."""
+        failures = self._failures[key]
         async with self._making.setdefault(key, asyncio.Lock()):
+            if self._failures[key] > failures:
+                last = self._last_failure[key]
+                raise EpisodeError(last.problem, remedy=last.remedy, reason=last.reason)
             if key not in self._made:
-                self._made[key] = await self._make(driver, task)
+                try:
+                    self._made[key] = await self._make(driver, task)
+                except EpisodeError as error:
+                    self._failures[key] += 1
+                    self._last_failure[key] = error
+                    raise
             self._made.move_to_end(key)
             session = await driver.fork(self._made[key])
         while len(self._made) > self._config.kept:
             _, oldest = self._made.popitem(last=False)
             await driver.release(oldest)
         return session
+
+    async def _give_up(self, driver: SandboxDriver) -> None:
+        """Forget a driver that is lost, with all that it has made."""
+        async with self._opening:
+            if self._driver is not driver:
+                return  # another episode has done it
+            self._driver = None
+            made, self._made = list(self._made.values()), OrderedDict()
+            with suppress(HeadraceError, OSError):  # of what is lost, only what lies here can be given up
+                await self._moments.clear()
+                for snapshot in made:
+                    await driver.release(snapshot)
+                await driver.close()
 
     async def close(self) -> None:
         """End all sessions, and give up all snapshots."""
@@ -112,10 +154,18 @@ class Worlds:
         """Return the driver, which the first call opens."""
         async with self._opening:
             if self._driver is None:
+                self._refuse_absent()
                 self._driver = await open_sandboxes(
                     self._config.kind, self._config.readable, json.loads(self._config.options)
                 )
         return self._driver
+
+    def _refuse_absent(self) -> None:
+        """Raise :class:`~headrace.base.errors.EnvError` for a path that sessions are to read and that is not there."""
+        if absent := [path for path in self._config.readable if not Path(path).exists()]:
+            raise EnvError(
+                f"env.options.readable={absent} names what is not on this machine", remedy="correct it, or leave it out"
+            )
 
     async def _make(self, driver: SandboxDriver, task: TaskDirectory) -> SandboxSnapshot:
         """Make the environment of a task, and return its snapshot."""

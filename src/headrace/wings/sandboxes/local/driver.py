@@ -31,6 +31,7 @@ from headrace.rollout.scoring import sandbox
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
 from headrace.rollout.scoring.sandbox.run import by_signal, readable_paths
 from headrace.wings.sandboxes.base import (
+    DriverLost,
     Execution,
     SandboxDriver,
     SandboxSession,
@@ -218,7 +219,7 @@ class LocalDriver(SandboxDriver):
             except BlockingIOError:
                 await asyncio.sleep(0.001)
             except (BrokenPipeError, ConnectionResetError):
-                raise EnvError(
+                raise DriverLost(
                     f"the host of the sandboxes of kind {self.kind!r} has ended", remedy="open the driver again"
                 ) from None
 
