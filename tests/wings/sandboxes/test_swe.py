@@ -16,7 +16,6 @@ from headrace.base.errors import DataError, EpisodeError
 from headrace.rollout.environments.data import load_rows
 from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.wings.sandboxes import swe
 from headrace.wings.sandboxes.environment import ShellEnv
 from headrace.wings.sandboxes.world import close_shared_worlds
@@ -189,7 +188,7 @@ def test_only_the_last_summary_of_pytest_counts() -> None:
     names = ["t.py::a"]
 
     def of(text: str) -> float:
-        return swe.passes(Finished(reason=Reason.EXITED, stdout=text, stderr=""), names)
+        return swe.passes(text, names)
 
     assert of("short test summary info ==\nPASSED t.py::a\n") == 1.0
     assert of("PASSED t.py::a\n") == 0.0

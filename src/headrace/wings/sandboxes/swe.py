@@ -19,22 +19,18 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError, EpisodeError
 from headrace.rollout.environments.data import Row, load_rows
-from headrace.rollout.scoring.sandbox import Finished
-from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
+from headrace.wings.sandboxes.outputs import Graded, run_tests
 from headrace.wings.sandboxes.tasks import NamedTests, TaskDirectory
 
 DIRECTORY = "/testbed"
 """The directory of the repository, as images of SWE-bench have it."""
 TEST_COMMAND = "python -m pytest -rA -q --tb=no --show-capture=no -p no:cacheprovider"
-OUTPUT_BYTES = 16 * MIB
-"""The most output of the tests: a line for each of thousands."""
 _ACTIVATE = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi"
 """Enter the environment of Python that images of SWE-bench have beside the one of their system."""
 _IMAGES = ("image_name", "docker_image", "image")
@@ -122,7 +118,7 @@ async def begin(session: SandboxSession, task: TaskDirectory, repositories: str)
         await _must(session, task, _git("add -A && git commit -q -m task --no-verify"))
 
 
-async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> float:
+async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> Graded:
     """Return 1 if all named tests pass in the world as the agent has left it, else 0. The files that the patch of the
     tests changes are those of the base commit before it is applied."""
     session.directory = DIRECTORY
@@ -135,25 +131,24 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
         except EpisodeError as error:
             if error.reason not in ("task_setup", "session_file"):
                 raise
-            return 0.0  # what the agent has done to the files does not go with the tests
+            return Graded(
+                reward=0.0, ended="their patch cannot be applied"
+            )  # what the agent has done to the files does not go with the tests
     files = list(dict.fromkeys(name.partition("::")[0] for name in named.names if "::" in name))
-    limits = replace(session.spec.limits, wall_s=task.tests_s, output_bytes=OUTPUT_BYTES)
     session.directory = DIRECTORY
-    done = await session.run(f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", limits=limits)
-    return passes(done, named.names)
+    done = await run_tests(session, f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", task.tests_s)
+    return Graded(reward=passes(done.stdout, named.names), ended=done.ended)
 
 
-def passes(done: Finished, names: Sequence[str]) -> float:
+def passes(stdout: str, names: Sequence[str]) -> float:
     """Return 1 if the summary of pytest says that all tests passed, else 0. Rows may have names up to their first
     space, since that is how SWE-bench reads summaries; one of several with the same beginning that failed counts.
 
-    >>> from headrace.rollout.scoring.sandbox import Reason
     >>> said = f"{_SUMMARY} ===\\nPASSED t.py::a[x y]\\nFAILED t.py::b - no\\n"
-    >>> done = Finished(reason=Reason.EXITED, stderr="", stdout=said)
-    >>> passes(done, ["t.py::a[x"]), passes(done, ["t.py::a[x y]", "t.py::b"]), passes(done, ["t.py::c"])
+    >>> passes(said, ["t.py::a[x"]), passes(said, ["t.py::a[x y]", "t.py::b"]), passes(said, ["t.py::c"])
     (1.0, 0.0, 0.0)
     """
-    _, found, summary = done.stdout.rpartition(_SUMMARY)
+    _, found, summary = stdout.rpartition(_SUMMARY)
     passed: set[str] = set()
     failed: set[str] = set()
     for outcome, text in _OUTCOME.findall(summary) if found else ():
