@@ -339,6 +339,7 @@ def test_links_never_bring_files_of_this_machine_into_a_session(
     (directory / place).mkdir(exist_ok=True)
     (directory / place / "full").symlink_to(tmp_path / target)
     assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
+    directory = directory.rename(tmp_path / "again")
     (directory / place / "leads-out").symlink_to("../" * (place.count("/") + 2) + target)
     with pytest.raises(EpisodeError, match=r"leads-out leads to .*outside") as error:
         attempt(runner, directory, ["submit"])

@@ -13,7 +13,7 @@ from headrace.wings.sandboxes import swe
 from headrace.wings.sandboxes.archives import RefusedFile, packed_files, unpack
 from headrace.wings.sandboxes.base import SandboxSession
 from headrace.wings.sandboxes.building import task_directory, variables_of
-from headrace.wings.sandboxes.outputs import Graded, run_tests
+from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
 REWARDS = "/logs/verifier"
@@ -22,7 +22,7 @@ _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTIL
 _SUMMARY = "short test summary info"
 
 
-async def grade(session: SandboxSession, task: TaskDirectory) -> Graded:
+async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     """Run the tests of a task in the world as the agent has left it, and return the reward. Processes of the agent are
     ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
     do not come to a result earn 0."""
@@ -44,12 +44,12 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> Graded:
     except EpisodeError as error:
         if error.reason != "session_file":
             raise
-        return Graded(reward=0.0, ended="the tests cannot be written")  # the agent has filled the disk
+        return TestsReward(reward=0.0, ended="the tests cannot be written")  # the agent has filled the disk
     session.directory = directory  # the agent may have taken it away, and the command above has made it again
     done = await run_tests(session, task.test_command, task.tests_s)
     if task.prints_pytest:
-        return Graded(reward=_pytest_reward(done.stdout), ended=done.ended)
-    return Graded(reward=await _reward_of_files(session, task), ended=done.ended)
+        return TestsReward(reward=_pytest_reward(done.stdout), ended=done.ended)
+    return TestsReward(reward=await _reward_of_files(session, task), ended=done.ended)
 
 
 def _packed_tests(task: TaskDirectory) -> list[bytes]:

@@ -29,8 +29,10 @@ class TestsRun:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Graded:
+class TestsReward:
     """The reward of an episode."""
+
+    __test__ = False
 
     reward: float
     """What its tests say."""

@@ -75,6 +75,8 @@ class NamedTests:
     """A patch of the tests, which the agent does not see."""
     names: tuple[str, ...]
     """All tests that must pass in the end, as pytest names them."""
+    solution: str = ""
+    """The patch that solves the task, whose files may be tests too; the agent does not see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
