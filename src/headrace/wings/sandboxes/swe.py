@@ -36,6 +36,8 @@ _ACTIVATE = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/
 _IMAGES = ("image_name", "docker_image", "image")
 """Columns that name an image."""
 _CHANGED = re.compile(r"^diff --git a/(.+?) b/(.+)$", re.MULTILINE)
+_WRITTEN = re.compile(r"^\+\+\+ (?:b/)?([^\t\n]+)", re.MULTILINE)
+_QUOTED = re.compile(r"^(?:diff --git|\+\+\+) .*\"", re.MULTILINE)
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (.+)$", re.MULTILINE)
 _PASSING = frozenset({"PASSED", "XFAIL"})
 _SUMMARY = "short test summary info"
@@ -140,9 +142,10 @@ async def _try_tests(session: SandboxSession, task: TaskDirectory, named: NamedT
         done = await session.run(_FITS.format(git=_git(""), commit=commit), stdin=_as_patch(named.patch))
         if not done.ok:
             raise _no_tests(task, f"test_patch does not fit to {commit}: {done.stderr[-300:].strip()}")
-    if task.test_command != TEST_COMMAND:
-        return  # its names may be others than those of files
-    made = {path for patch in (named.patch, named.solution) for _, path in _CHANGED.findall(patch)}
+    patches = f"{named.patch}\n{named.solution}"
+    if task.test_command != TEST_COMMAND or _QUOTED.search(patches):
+        return  # names that are not those of files
+    made = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
     wanted = "".join(f"{file}\n" for file in _files(named.names) if file not in made)
     done = await session.run(_LACKS.format(git=_git(""), commit=commit), stdin=wanted.encode())
     if lacking := done.stdout.splitlines():
