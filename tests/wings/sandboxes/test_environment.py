@@ -303,6 +303,12 @@ def test_steps_of_a_dockerfile_are_carried_out_as_docker_does(
     assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
 
 
+def test_arguments_of_a_dockerfile_end_with_its_last_step(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = built(tmp_path, "ARG A=1\nENV B=2$A")
+    _, read = attempt(runner, directory, [block("echo [$A] $B $WORD"), "submit"])
+    assert read[1] == "[] 21 set"
+
+
 def test_copies_keep_modes_links_and_empty_folders_and_leave_out_what_is_ignored(
     runner: asyncio.Runner, tmp_path: Path
 ) -> None:

@@ -202,7 +202,7 @@ def _open_harbor(directory: Path) -> TaskDirectory:
     network = [table.get("network_mode", "no-network") for table in tables]
     return TaskDirectory(
         name=directory.name,
-        instruction=_text(directory, "instruction.md", "an instruction"),
+        instruction=_text(directory, "instruction.md", "instruction"),
         context=context,
         image=_literal(environment, "docker_image") or image,
         steps=steps,
