@@ -230,6 +230,9 @@ def test_long_output_is_cut_in_its_middle(runner: asyncio.Runner, tmp_path: Path
         ({"environment/Dockerfile": "FROM x\nRUN sleep 99"}, {}, ("task_setup", "wall_time|longer than")),
         ({"environment/Dockerfile": "FROM x\nCOPY ../../etc/passwd /app/"}, {}, ("task_setup", "outside|no such file")),
         ({"environment/Dockerfile": "FROM x\nCOPY missing /app/"}, {}, ("task_setup", "COPY missing")),
+        ({"environment/Dockerfile": "FROM x\nCOPY answer.sh lib/note.txt /new"}, {}, ("task_invalid", "need a folder")),
+        ({"environment/Dockerfile": "FROM x\nENV A=${B:?unset}"}, {}, ("task_invalid", "B is not set")),
+        ({"task.toml": "[environment]\nmemory_mb = inf"}, {}, ("task_invalid", "memory_mb=inf")),
         ({"task.toml": "[environment]\nallow_internet = true"}, {}, ("task_network", "asks for a network")),
         ({"tests/test.sh": "echo lots > /logs/verifier/reward.txt"}, {}, ("task_reward", "'lots' to reward.txt")),
         ({"tests/test.sh": "echo NaN > /logs/verifier/reward.txt"}, {}, ("task_reward", "'NaN'")),
@@ -265,6 +268,113 @@ def test_rewards_are_read_as_the_field_writes_them(
     settings = "[verifier]\ntimeout_sec = 1.0"
     directory = write_task(tmp_path / "task", HARBOR, **{"tests/test.sh": tests, "task.toml": settings})
     assert attempt(runner, directory, ["submit"])[0].reward == reward
+
+
+def built(tmp_path: Path, dockerfile: str, check: str = "true") -> Path:
+    """A task with this Dockerfile, whose tests earn 1 where ``check`` holds."""
+    tests = f"#!/bin/bash\n{check} && echo 1 > /logs/verifier/reward.txt\n"
+    return write_task(
+        tmp_path / "task", HARBOR, **{"environment/Dockerfile": f"FROM x\n{dockerfile}\n", "tests/test.sh": tests}
+    )
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "check"),
+    [
+        ("ENV PATH=/opt/bin:$PATH\nCOPY --chmod=755 answer.sh /opt/bin/hi\nRUN hi", "hi"),
+        ("ENV FLAVOUR=blue", 'test "$FLAVOUR" = blue'),
+        ("ENV WORD=other", 'test "$WORD" = set'),  # a container's own variables come after those of its image
+        ("ARG A=1\nRUN test $A = 1", 'test -z "$A"'),
+        ("RUN test -z $WORD", "true"),
+        ("ENV W=/app/sub\nWORKDIR $W\nWORKDIR deeper", "test $PWD = /app/sub/deeper"),
+        ("ARG D=/srv\nCOPY answer.sh $D/x.sh", "test -e /srv/x.sh"),
+        ("WORKDIR /app\nCOPY answer.sh /app", "test -f /app/answer.sh"),
+        ("WORKDIR /app\nCOPY answer.sh lib/note.txt ./", "test -f answer.sh && test -f note.txt"),
+        ("COPY lib /srv", "test -f /srv/note.txt"),
+        ('SHELL ["/bin/bash", "-c"]\nRUN [[ a == a ]]', "true"),
+        ("RUN printf '%s' $0 > /srv-shell", "test $(cat /srv-shell) = /bin/sh"),
+        ("RUN seq 1 400000", "true"),
+    ],
+)
+def test_steps_of_a_dockerfile_are_carried_out_as_docker_does(
+    runner: asyncio.Runner, tmp_path: Path, dockerfile: str, check: str
+) -> None:
+    directory = built(tmp_path, dockerfile, check)
+    assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
+
+
+def test_arguments_of_a_dockerfile_end_with_its_last_step(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = built(tmp_path, "ARG A=1\nENV B=2$A")
+    _, read = attempt(runner, directory, [block("echo [$A] $B $WORD"), "submit"])
+    assert read[1] == "[] 21 set"
+
+
+def test_copies_keep_modes_links_and_empty_folders_and_leave_out_what_is_ignored(
+    runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    check = (
+        "cd /app && ./tool && test -L link && test -L absolute && test -d empty && test ! -x answer.sh && "
+        "test ! -e out/log && test -e out/kept && test -L sub && test -x /tests/helper && test -L /tests/alias"
+    )
+    directory = built(tmp_path, "COPY . /app/\nRUN cd /app && ./tool && cat sub/note.txt", check)
+    context = directory / "environment"
+    for tool in (context / "tool", directory / "tests/helper"):
+        tool.write_text("true\n")
+        tool.chmod(0o755)
+    (context / "empty").mkdir()
+    (context / "out").mkdir()
+    (context / "out/log").touch()
+    (context / "out/kept").touch()
+    (context / ".dockerignore").write_text("# what\nout\n!out/kept\n")
+    (context / "link").symlink_to("tool")
+    (context / "sub").symlink_to("lib")
+    (context / "absolute").symlink_to("/etc/passwd")
+    (directory / "tests/alias").symlink_to("helper")
+    assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
+
+
+@pytest.mark.parametrize("place", ["environment", "environment/lib", "tests", "tests/deep"])
+@pytest.mark.parametrize("target", ["file", "folder"])
+def test_links_never_bring_files_of_this_machine_into_a_session(
+    runner: asyncio.Runner, tmp_path: Path, place: str, target: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("SECRET")
+    (tmp_path / "folder/file").write_text("SECRET")
+    directory = built(tmp_path, "COPY . /app/", "! grep -Rqs SECRE[T] /app /tests")
+    (directory / place).mkdir(exist_ok=True)
+    (directory / place / "full").symlink_to(tmp_path / target)
+    assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
+    directory = directory.rename(tmp_path / "again")
+    (directory / place / "leads-out").symlink_to("../" * (place.count("/") + 2) + target)
+    with pytest.raises(EpisodeError, match=r"leads-out leads to .*outside") as error:
+        attempt(runner, directory, ["submit"])
+    assert error.value.reason == "task_invalid"
+
+
+@pytest.mark.parametrize("source", ["leads-out", "leads-out/*", "leads-out/file"])
+def test_a_source_that_a_link_leads_outside_is_refused(runner: asyncio.Runner, tmp_path: Path, source: str) -> None:
+    directory = built(tmp_path, f"COPY {source} /app/")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("SECRET")
+    (directory / "environment/leads-out").symlink_to(tmp_path / "folder")
+    with pytest.raises(EpisodeError, match="outside"):
+        attempt(runner, directory, ["submit"])
+
+
+def test_tests_may_print_more_than_a_command_may(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = built(tmp_path, "WORKDIR /app", "seq 1 400000 && seq 1 400000 >&2")
+    assert attempt(runner, directory, [block("submit")])[0].reward == 1.0
+    printing = "import pathlib\n\n\ndef test_it():\n    print('x' * 3000000)\n"
+    directory = write_task(tmp_path / "bench", TERMINAL_BENCH, **{"tests/test_outputs.py": printing})
+    assert attempt(runner, directory, ["submit"])[0].reward == 1.0
+
+
+def test_a_limit_that_ends_the_tests_is_recorded(runner: asyncio.Runner, tmp_path: Path) -> None:
+    changes = {"tests/test.sh": "sleep 99", "task.toml": "[verifier]\ntimeout_sec = 0.5"}
+    ended, _ = attempt(runner, write_task(tmp_path / "task", HARBOR, **changes), [block("ls"), block("submit")])
+    assert ended.reward == 0.0
+    assert [columns.get("tests") for columns in ended.extra.values()] == [None, "ended: wall time"]
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from headrace.base.errors import DataError, EpisodeError
 from headrace.rollout.environments.data import load_rows
 from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
-from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.wings.sandboxes import swe
 from headrace.wings.sandboxes.environment import ShellEnv
 from headrace.wings.sandboxes.world import close_shared_worlds
@@ -174,6 +173,8 @@ def test_a_row_that_cannot_be_a_task_is_refused_by_name(
         ({"instance_id": "a"}, {"repositories": ""}, ("task_setup", "no folder of repositories")),
         ({"instance_id": "b", "repo": "no/where"}, {}, ("task_setup", "no repository 'no/where'")),
         ({"instance_id": "c", "base_commit": "0" * 40}, {}, ("task_setup", "000 of ")),
+        ({"instance_id": "d", "test_patch": "no patch"}, {}, ("task_invalid", "test_patch does not fit")),
+        ({"instance_id": "e", "PASS_TO_PASS": ["tests/no.py::a"]}, {}, ("task_invalid", "there is no 'tests/no.py'")),
     ],
 )
 def test_an_episode_that_cannot_begin_fails_by_name(
@@ -185,11 +186,27 @@ def test_an_episode_that_cannot_begin_fails_by_name(
     assert error.value.reason == reason
 
 
+def test_a_patch_of_tests_that_does_not_fit_is_no_reward_of_0_and_leaves_nothing_behind(
+    runner: asyncio.Runner, world: SweWorld
+) -> None:
+    row = {
+        **world.row,
+        "instance_id": "unfit",
+        "test_patch": world.row["test_patch"].replace("def test_nothing", "def x"),
+    }
+    with pytest.raises(EpisodeError, match="test_patch does not fit") as error:
+        attempt(runner, row, ["submit"], **here(world.repositories))
+    assert error.value.reason == "task_invalid"
+    look = "git fsck --unreachable --no-reflogs; git status --short; grep -rq test_add /testbed /tmp && echo found"
+    _, read = attempt(runner, world.row, [block(look)], **here(world.repositories))
+    assert read[1] == "[exit code 1]"
+
+
 def test_only_the_last_summary_of_pytest_counts() -> None:
     names = ["t.py::a"]
 
     def of(text: str) -> float:
-        return swe.passes(Finished(reason=Reason.EXITED, stdout=text, stderr=""), names)
+        return swe.passes(text, names)
 
     assert of("short test summary info ==\nPASSED t.py::a\n") == 1.0
     assert of("PASSED t.py::a\n") == 0.0

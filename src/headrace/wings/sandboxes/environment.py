@@ -26,11 +26,13 @@ from headrace.rollout.environments.tools import DescribedTool
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.wings.bridges.mcp import Tools
 from headrace.wings.sandboxes import SandboxSession, mcp
+from headrace.wings.sandboxes.building import task_directory
 from headrace.wings.sandboxes.changes import FileChanges
+from headrace.wings.sandboxes.grading import grade
 from headrace.wings.sandboxes.moments import ForkedWorld
 from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
 from headrace.wings.sandboxes.tasks import TaskDirectory
-from headrace.wings.sandboxes.world import WorldConfig, grade, now_s, shared_worlds, task_directory
+from headrace.wings.sandboxes.world import WorldConfig, now_s, shared_worlds
 
 SUBMIT = "submit"
 """The command that ends an episode."""
@@ -120,7 +122,7 @@ class ShellEnv(Env):
         self._world = await worlds.attempt(key, self._task, seed=self.seed, kind=self._attempt_kind)
         if self._world.session is not None:
             self.settings.refuse_unguarded(self._world.session)
-        self._changes = FileChanges(task_directory(self._task))
+        self._changes = None
         self._until_s = now_s() + self._task.agent_s
         if self.settings.mcp:
             await self._start_servers(await self._enter())
@@ -216,7 +218,9 @@ class ShellEnv(Env):
 
     async def _observe(self, session: SandboxSession, command: str) -> str:
         """Run a command in a session, and return what the model reads of its result."""
-        assert self._changes is not None
+        assert self._task is not None
+        if self._changes is None:
+            self._changes = FileChanges(task_directory(self._task, session.surroundings))
         left_s = max(0.1, min(self.settings.command_s, self._until_s - now_s()))
         if self.settings.show_changes:
             await self._changes.begin(session)
@@ -244,7 +248,10 @@ class ShellEnv(Env):
         """Run the tests, and end the episode with their reward."""
         assert self._task is not None
         await self._servers.aclose()
-        return StepResult(reward=await grade(await self._enter(), self._task), done=True)
+        graded = await grade(await self._enter(), self._task)
+        if graded.ended:
+            self._shown["tests"] = f"ended: {graded.ended}"
+        return StepResult(reward=graded.reward, done=True)
 
     def _observation(self, done: Finished) -> str:
         """Return what the model reads of a command's result."""

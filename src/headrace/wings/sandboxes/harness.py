@@ -21,9 +21,10 @@ from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes import SandboxSession
+from headrace.wings.sandboxes.grading import grade
 from headrace.wings.sandboxes.settings import WorldSettings, read_settings, task_key
 from headrace.wings.sandboxes.tasks import TaskDirectory
-from headrace.wings.sandboxes.world import grade, shared_worlds
+from headrace.wings.sandboxes.world import shared_worlds
 
 INSTRUCTION = "/tmp/headrace/instruction.md"
 """The file of a session with the instruction of the task."""
@@ -92,7 +93,7 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
                 remedy="correct env.options.command, or set env.options.on_exit_code = 'grade'",
                 reason="program_failed",
             )
-        return Episode(reward=await grade(session, assigned))
+        return Episode(reward=(await grade(session, assigned)).reward)
 
 
 async def _work(

@@ -19,31 +19,39 @@ import subprocess
 import tarfile
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from headrace.base.errors import DataError, EpisodeError
 from headrace.rollout.environments.data import Row, load_rows
-from headrace.rollout.scoring.sandbox import Finished
-from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
+from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import NamedTests, TaskDirectory
 
 DIRECTORY = "/testbed"
 """The directory of the repository, as images of SWE-bench have it."""
 TEST_COMMAND = "python -m pytest -rA -q --tb=no --show-capture=no -p no:cacheprovider"
-OUTPUT_BYTES = 16 * MIB
-"""The most output of the tests: a line for each of thousands."""
 _ACTIVATE = "if [ -f /opt/miniconda3/bin/activate ]; then . /opt/miniconda3/bin/activate testbed; fi"
 """Enter the environment of Python that images of SWE-bench have beside the one of their system."""
 _IMAGES = ("image_name", "docker_image", "image")
 """Columns that name an image."""
 _CHANGED = re.compile(r"^diff --git a/(.+?) b/(.+)$", re.MULTILINE)
+_WRITTEN = re.compile(r"^\+\+\+ (?:b/)?([^\t\n]+)", re.MULTILINE)
+_QUOTED = re.compile(r"^(?:diff --git|\+\+\+) .*\"", re.MULTILINE)
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS) (.+)$", re.MULTILINE)
 _PASSING = frozenset({"PASSED", "XFAIL"})
 _SUMMARY = "short test summary info"
 _COMMIT = re.compile(r"[0-9a-f]{40}")
+_FITS = (
+    """(folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT && export GIT_INDEX_FILE=$folder/index """
+    "&& {git}read-tree {commit} && {git}apply --cached --check -)"
+)
+"""Say whether a patch fits to a commit, by an index apart from the repository, and without writing an object of it."""
+_LACKS = (
+    """while IFS= read -r file; do ({git}cat-file -e "{commit}:$file" || [ -e {folder}/"$file" ]) 2> /dev/null """
+    """|| printf '%s\\n' "$file"; done"""
+).replace("{folder}", DIRECTORY)
+"""Print those of some files that are neither in a commit nor in the directory."""
 
 
 def is_row(row: Mapping[str, Any]) -> bool:
@@ -102,6 +110,7 @@ def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = 
             bug="" if base else str(row.get("patch") or ""),
             patch=tests,
             names=must_pass,
+            solution=str(row.get("patch") or "") if base else "",
         ),
     )
 
@@ -120,9 +129,30 @@ async def begin(session: SandboxSession, task: TaskDirectory, repositories: str)
     if task.named.bug:
         await _apply(session, task, task.named.bug)
         await _must(session, task, _git("add -A && git commit -q -m task --no-verify"))
+    await _try_tests(session, task, task.named)
 
 
-async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> float:
+async def _try_tests(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> None:
+    """Look whether the patch of the tests fits to the base commit, as :func:`grade` will apply it, and whether the
+    files of the named tests exist there, in the world, in that patch or in the one that solves the task. Nothing of the
+    patches stays in the world. Raises :class:`~headrace.base.errors.EpisodeError` where no agent could solve the task.
+    """
+    commit = named.base_commit or "HEAD"
+    if named.patch:
+        done = await session.run(_FITS.format(git=_git(""), commit=commit), stdin=_as_patch(named.patch))
+        if not done.ok:
+            raise _no_tests(task, f"test_patch does not fit to {commit}: {done.stderr[-300:].strip()}")
+    patches = f"{named.patch}\n{named.solution}"
+    if task.test_command != TEST_COMMAND or _QUOTED.search(patches):
+        return  # names that are not those of files
+    made = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
+    wanted = "".join(f"{file}\n" for file in _files(named.names) if file not in made)
+    done = await session.run(_LACKS.format(git=_git(""), commit=commit), stdin=wanted.encode())
+    if lacking := done.stdout.splitlines():
+        raise _no_tests(task, f"there is no {lacking[0]!r}, which its tests name, and {len(lacking) - 1} more of them")
+
+
+async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> TestsReward:
     """Return 1 if all named tests pass in the world as the agent has left it, else 0. The files that the patch of the
     tests changes are those of the base commit before it is applied."""
     session.directory = DIRECTORY
@@ -135,31 +165,40 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
         except EpisodeError as error:
             if error.reason not in ("task_setup", "session_file"):
                 raise
-            return 0.0  # what the agent has done to the files does not go with the tests
-    files = list(dict.fromkeys(name.partition("::")[0] for name in named.names if "::" in name))
-    limits = replace(session.spec.limits, wall_s=task.tests_s, output_bytes=OUTPUT_BYTES)
+            return TestsReward(
+                reward=0.0, ended="their patch cannot be applied"
+            )  # what the agent has done to the files does not go with the tests
+    files = _files(named.names)
     session.directory = DIRECTORY
-    done = await session.run(f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", limits=limits)
-    return passes(done, named.names)
+    done = await run_tests(session, f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", task.tests_s)
+    return TestsReward(reward=passes(done.stdout, named.names), ended=done.ended)
 
 
-def passes(done: Finished, names: Sequence[str]) -> float:
+def passes(stdout: str, names: Sequence[str]) -> float:
     """Return 1 if the summary of pytest says that all tests passed, else 0. Rows may have names up to their first
     space, since that is how SWE-bench reads summaries; one of several with the same beginning that failed counts.
 
-    >>> from headrace.rollout.scoring.sandbox import Reason
     >>> said = f"{_SUMMARY} ===\\nPASSED t.py::a[x y]\\nFAILED t.py::b - no\\n"
-    >>> done = Finished(reason=Reason.EXITED, stderr="", stdout=said)
-    >>> passes(done, ["t.py::a[x"]), passes(done, ["t.py::a[x y]", "t.py::b"]), passes(done, ["t.py::c"])
+    >>> passes(said, ["t.py::a[x"]), passes(said, ["t.py::a[x y]", "t.py::b"]), passes(said, ["t.py::c"])
     (1.0, 0.0, 0.0)
     """
-    _, found, summary = done.stdout.rpartition(_SUMMARY)
+    _, found, summary = stdout.rpartition(_SUMMARY)
     passed: set[str] = set()
     failed: set[str] = set()
     for outcome, text in _OUTCOME.findall(summary) if found else ():
         name = text if outcome == "PASSED" else text.partition(" - ")[0]
         (passed if outcome in _PASSING else failed).update((name, name.split()[0]))
     return float(all(name in passed and name not in failed for name in names))
+
+
+def _files(names: Sequence[str]) -> list[str]:
+    """Return the files of tests, each once."""
+    return list(dict.fromkeys(name.partition("::")[0] for name in names if "::" in name))
+
+
+def _as_patch(patch: str) -> bytes:
+    """Return a patch as git reads it."""
+    return (patch if patch.endswith("\n") else f"{patch}\n").encode("utf-8", "surrogateescape")
 
 
 def _image(row: Mapping[str, Any], name: str, image_names: str) -> str:
@@ -246,8 +285,7 @@ def _git(words: str) -> str:
 
 async def _apply(session: SandboxSession, task: TaskDirectory, patch: str) -> None:
     """Apply a patch to the repository. Raises :class:`~headrace.base.errors.EpisodeError` if it does not fit."""
-    text = patch if patch.endswith("\n") else f"{patch}\n"
-    await _must(session, task, _git("apply --whitespace=nowarn -"), text.encode("utf-8", "surrogateescape"))
+    await _must(session, task, _git("apply --whitespace=nowarn -"), _as_patch(patch))
 
 
 async def _must(session: SandboxSession, task: TaskDirectory, command: str, stdin: bytes = b"") -> None:
@@ -261,6 +299,13 @@ def _failed(task: TaskDirectory, text: str, remedy: str) -> EpisodeError:
     """Return the error for a world that cannot be made."""
     return EpisodeError(
         f"the environment of the task {task.name} cannot be made: {text}", remedy=remedy, reason="task_setup"
+    )
+
+
+def _no_tests(task: TaskDirectory, text: str) -> EpisodeError:
+    """Return the error for a row whose tests cannot be run."""
+    return EpisodeError(
+        f"the tests of the task {task.name} cannot be run: {text}", remedy="leave it out", reason="task_invalid"
     )
 
 

@@ -12,37 +12,53 @@ Sources: harborframework.com/docs/tasks and tbench.ai/docs, as of November 2026.
 
 from __future__ import annotations
 
-import json
+import base64
+import gzip
+import logging
+import math
 import os
 import re
-import shlex
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from headrace.base.errors import DataError
+from headrace.base.errors import DataError, nearest
 from headrace.rollout.environments.data import Row
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.archives import read_inside, resolved_inside
+from headrace.wings.sandboxes.dockerfile import BuildStep, read_dockerfile
 
+log = logging.getLogger("headrace")
+T = TypeVar("T")
 HARBOR, TERMINAL_BENCH = "task.toml", "task.yaml"
 DEPTH = 3
 """How many folders deep tasks are looked for."""
 WORK_DIRECTORY = "/app"
 """The directory in which an agent begins, unless the environment says otherwise."""
 _SIZE = re.compile(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*")
-_WITHOUT_EFFECT = frozenset({"LABEL", "EXPOSE", "CMD", "ENTRYPOINT", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL"})
-"""Instructions of a Dockerfile that change nothing for the commands of an agent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildStep:
-    """One step that makes the environment of a task, as its Dockerfile says."""
-
-    kind: str
-    """``RUN``, ``COPY``, ``ENV`` or ``WORKDIR``."""
-    words: tuple[str, ...]
-    """A command; sources and a target; a name and a value; a directory."""
+LONGEST_SOLUTION_BYTES = 90_000
+"""The longest solution that is given as one command, as it is."""
+MIN_MEMORY_BYTES, MIN_DISK_BYTES = 64 * MIB, MIB
+"""The smallest session, as ``env.options`` allow it."""
+MAX_S = 30 * 24 * 3600.0
+"""The longest time of a task's parts, in seconds."""
+_FROM_OUTSIDE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}", re.DOTALL)
+"""A value that Harbor takes from a variable of its own machine."""
+_KEYS: Mapping[str, frozenset[str]] = {
+    name: frozenset(words.split())
+    for name, words in {
+        "": "schema_version version task metadata verifier agent environment solution source steps artifacts "
+        "multi_step_reward_strategy multi_step_reward_mode",
+        "verifier": "timeout_sec env user environment_mode environment network_mode allowed_hosts collect inputs type",
+        "agent": "timeout_sec user network_mode allowed_hosts",
+        "environment": "build_timeout_sec docker_image os cpus memory memory_mb storage storage_mb gpus gpu_types tpu "
+        "allow_internet network_mode allowed_hosts mcp_servers env skills_dir workdir healthcheck",
+    }.items()
+}
+"""The keys of ``task.toml``, by their table; not all of them change a session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +75,8 @@ class NamedTests:
     """A patch of the tests, which the agent does not see."""
     names: tuple[str, ...]
     """All tests that must pass in the end, as pytest names them."""
+    solution: str = ""
+    """The patch that solves the task, whose files may be tests too; the agent does not see it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +137,7 @@ def read_tasks(path: Path) -> list[Row]:
         }
         try:
             row["prompt"] = open_task(directory).instruction
-            row["solution"] = _solution(directory)
+            row["solution"] = _read(directory, _solution)
         except DataError as error:
             row["problem"] = str(error)
         rows.append(row)
@@ -127,11 +145,18 @@ def read_tasks(path: Path) -> list[Row]:
 
 
 def _solution(directory: Path) -> str:
-    """Return the commands that solve a task, in the form of an answer."""
-    for name in ("solution/solve.sh", "solution.sh"):
-        if (directory / name).is_file():
-            return f"```bash\n{(directory / name).read_text(encoding='utf-8').strip()}\n```"
-    return ""
+    """Return the commands that solve a task, in the form of an answer. Those that cannot stand in a block as they are,
+    such as a text with a block of its own, stand there in base64."""
+    files = [directory / name for name in ("solution/solve.sh", "solution.sh")]
+    content = next((read_inside(file, directory) for file in files if file.is_file()), b"").strip()
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        text = "```"
+    if "```" in text or len(content) > LONGEST_SOLUTION_BYTES:
+        coded = base64.encodebytes(gzip.compress(content, mtime=0)).decode("ascii")
+        text = f"base64 -d <<'END' | gzip -d > /tmp/solve.sh && bash /tmp/solve.sh\n{coded}END"
+    return f"```bash\n{text}\n```" if content else ""
 
 
 def _task_directories(path: Path, depth: int) -> list[Path]:
@@ -147,9 +172,15 @@ def _task_directories(path: Path, depth: int) -> list[Path]:
 def open_task(directory: Path) -> TaskDirectory:
     """Return the task in a directory. Raises :class:`~headrace.base.errors.DataError` where it lacks a part, or has one
     that is not supported."""
+    return _read(directory, _open_harbor if (directory / HARBOR).is_file() else _open_terminal_bench)
+
+
+def _read(directory: Path, reader: Callable[[Path], T]) -> T:
+    """Return what ``reader`` reads from a directory. Raises :class:`~headrace.base.errors.DataError` where it fails,
+    with the name of the task."""
     try:
-        return _open_harbor(directory) if (directory / HARBOR).is_file() else _open_terminal_bench(directory)
-    except (OSError, UnicodeDecodeError, ValueError, TypeError) as error:
+        return reader(directory)
+    except (OSError, ValueError, TypeError, ArithmeticError, RecursionError) as error:
         if isinstance(error, DataError):
             raise
         raise DataError(f"the task {directory} cannot be read: {error}", remedy="correct its files") from None
@@ -157,9 +188,9 @@ def open_task(directory: Path) -> TaskDirectory:
 
 def _open_harbor(directory: Path) -> TaskDirectory:
     """Read a task in the form of Harbor."""
-    settings = tomllib.loads((directory / HARBOR).read_text(encoding="utf-8"))
-    tables: list[dict[str, Any]] = [settings.get(name, {}) for name in ("environment", "agent", "verifier")]
-    environment, agent, verifier = tables
+    settings = tomllib.loads(_text(directory, HARBOR, "settings"))
+    environment, agent, verifier = tables = [_table(settings, name) for name in ("environment", "agent", "verifier")]
+    _refuse_misspelt(settings)
     if (directory / "steps").is_dir():
         raise _unsupported(directory, "has several steps", "give a task of one step")
     if verifier.get("environment_mode", "shared") != "shared":
@@ -167,21 +198,21 @@ def _open_harbor(directory: Path) -> TaskDirectory:
     context = directory / "environment"
     image, steps = _read_environment(directory, context)
     if environment.get("workdir"):
-        steps = (*steps, BuildStep(kind="WORKDIR", words=(str(environment["workdir"]),)))
+        steps = (*steps, BuildStep(kind="WORKDIR", words=(_literal(environment, "workdir"),)))
     network = [table.get("network_mode", "no-network") for table in tables]
     return TaskDirectory(
         name=directory.name,
-        instruction=_text(directory / "instruction.md", "an instruction"),
+        instruction=_text(directory, "instruction.md", "instruction"),
         context=context,
-        image=environment.get("docker_image") or image,
+        image=_literal(environment, "docker_image") or image,
         steps=steps,
         tests=_tests(directory, "test.sh", "tests"),
         test_command="bash /tests/test.sh",
-        build_s=float(environment.get("build_timeout_sec", 600.0)),
-        agent_s=float(agent.get("timeout_sec", 900.0)),
-        tests_s=float(verifier.get("timeout_sec", 900.0)),
-        memory_bytes=_bytes(environment, "memory"),
-        disk_bytes=_bytes(environment, "storage"),
+        build_s=_seconds(environment, "build_timeout_sec", 600.0),
+        agent_s=_seconds(agent, "timeout_sec", 900.0),
+        tests_s=_seconds(verifier, "timeout_sec", 900.0),
+        memory_bytes=_bytes(environment, "memory", MIN_MEMORY_BYTES),
+        disk_bytes=_bytes(environment, "storage", MIN_DISK_BYTES),
         asks_network=bool(environment.get("allow_internet")) or any(mode != "no-network" for mode in network),
         variables=_variables(environment),
         test_variables=_variables(verifier),
@@ -190,17 +221,13 @@ def _open_harbor(directory: Path) -> TaskDirectory:
 
 def _open_terminal_bench(directory: Path) -> TaskDirectory:
     """Read a task in the form of Terminal-Bench."""
-    import yaml  # transformers needs it too
-
-    try:
-        settings = yaml.safe_load((directory / TERMINAL_BENCH).read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(" ".join(str(error).split())) from None
+    settings = _yaml(directory, TERMINAL_BENCH)
     if not isinstance(settings, dict) or not isinstance(settings.get("instruction"), str):
         raise DataError(f"the task {directory} has no instruction in {TERMINAL_BENCH}", remedy="write one")
     if settings.get("parser_name", "pytest") != "pytest":
         raise _unsupported(directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest")
     image, steps = _read_environment(directory, directory)
+    _existing(directory / "run-tests.sh", "tests", directory)
     return TaskDirectory(
         name=directory.name,
         instruction=settings["instruction"],
@@ -208,115 +235,153 @@ def _open_terminal_bench(directory: Path) -> TaskDirectory:
         image=image,
         steps=steps,
         tests=_tests(directory, "", "tests"),
-        more_tests=(_existing(directory / "run-tests.sh", "tests"),),
+        more_tests=(directory / "run-tests.sh",),
         test_command="bash /tests/run-tests.sh",
         prints_pytest=True,
-        agent_s=float(settings.get("max_agent_timeout_sec", 900.0)),
-        tests_s=float(settings.get("max_test_timeout_sec", 900.0)),
+        agent_s=_seconds(settings, "max_agent_timeout_sec", 900.0),
+        tests_s=_seconds(settings, "max_test_timeout_sec", 900.0),
         test_variables={"TEST_DIR": "/tests"},
     )
+
+
+def _yaml(directory: Path, name: str) -> Any:
+    """Return what a file of YAML holds."""
+    import yaml  # transformers needs it too
+
+    try:
+        return yaml.safe_load(_text(directory, name, "settings"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: {' '.join(str(error).split())}") from None
 
 
 def _read_environment(directory: Path, context: Path) -> tuple[str, tuple[BuildStep, ...]]:
     """Return the image and the steps of the environment that the folder ``context`` describes."""
     composed = [name for name in ("docker-compose.yaml", "docker-compose.yml") if (context / name).is_file()]
-    dockerfile = context / "Dockerfile"
     if composed and context != directory:  # each task of Terminal-Bench has one, which only starts its image
         raise _unsupported(directory, f"has services in {composed[0]}", "describe one environment in a Dockerfile")
-    if not dockerfile.is_file():
+    for name in composed:
+        settings = _yaml(directory, name)
+        services = settings.get("services") if isinstance(settings, dict) else None
+        if not isinstance(services, dict) or len(services) != 1:
+            found = f"has the services {sorted(map(str, services))}" if isinstance(services, dict) else "has no service"
+            raise _unsupported(directory, f"{found} in {name}", "have one service, that of the agent")
+    if not os.path.lexists(context / "Dockerfile"):
         return "", ()
-    return read_dockerfile(dockerfile.read_text(encoding="utf-8"), str(directory))
-
-
-def read_dockerfile(text: str, name: str) -> tuple[str, tuple[BuildStep, ...]]:
-    """Return the image and the steps of a Dockerfile. Raises :class:`~headrace.base.errors.DataError`, about the task
-    ``name``, for an instruction that has no counterpart in a session.
-
-    >>> read_dockerfile("FROM python:3.12\\nRUN echo a && \\\\\\n  echo b", "it")[1][0].words
-    ('echo a &&   echo b',)
-    """
-    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    image, steps = "", []
-    for line in "\n".join(lines).replace("\\\n", "").splitlines():
-        kind, _, rest = line.strip().partition(" ")
-        kind, rest = kind.upper(), rest.strip()
-        if kind == "FROM":
-            if image:
-                raise _unsupported(name, "has a Dockerfile with several stages", "describe one stage")
-            image = rest.split()[-1] if "--" in rest else rest.split()[0]
-        elif kind and kind not in _WITHOUT_EFFECT:
-            steps += _steps(kind, rest, name)
-    return image, tuple(steps)
-
-
-def _steps(kind: str, rest: str, name: str) -> list[BuildStep]:
-    """Return the steps of one instruction of a Dockerfile."""
-    if kind == "RUN" and "<<" not in rest and not rest.startswith("--"):
-        return [BuildStep(kind=kind, words=(shlex.join(json.loads(rest)) if rest.startswith("[") else rest,))]
-    if kind in ("COPY", "ADD") and "://" not in rest:
-        words = json.loads(rest) if rest.startswith("[") else shlex.split(rest)
-        if len(words) >= 2 and not any(word.startswith("--") for word in words):
-            return [BuildStep(kind="COPY", words=tuple(words))]
-    if kind == "WORKDIR":
-        return [BuildStep(kind=kind, words=(rest,))]
-    if kind in ("ENV", "ARG"):
-        words = shlex.split(rest)
-        pairs = [word.partition("=")[::2] for word in words if "=" in word]
-        if kind == "ENV" and words and "=" not in words[0]:
-            pairs = [(words[0], rest.partition(" ")[2].strip())]
-        return [BuildStep(kind="ENV", words=pair) for pair in pairs]
-    if kind == "USER" and rest == "root":
-        return []  # a session has one user, to whom the world belongs
-    raise _unsupported(name, f"has {f'{kind} {rest}'[:120]!r} in its Dockerfile", "write it as RUN, COPY, ENV, WORKDIR")
+    return read_dockerfile(
+        _text(directory, str((context / "Dockerfile").relative_to(directory)), "image"), str(directory)
+    )
 
 
 def _tests(directory: Path, needed: str, folder: str) -> Path:
     """Return the folder of a task's tests. Raises :class:`~headrace.base.errors.DataError` if there are none."""
-    path = _existing(directory / folder, "tests")
-    _existing(path / needed, "tests")
+    path = _existing(directory / folder, "tests", directory)
+    _existing(path / needed, "tests", path)
     return path
 
 
-def _existing(path: Path, what: str) -> Path:
+def _existing(path: Path, what: str, root: Path) -> Path:
     """Return a path. Raises :class:`~headrace.base.errors.DataError` if it does not exist, so that the task is without
-    ``what``."""
+    ``what``, or lies outside the folder ``root``."""
     if not path.exists():
         raise DataError(f"the task {path.parent} has no {what}: {path} does not exist", remedy="add it")
+    resolved_inside(path, root)
     return path
 
 
-def _text(path: Path, what: str) -> str:
+def _text(directory: Path, name: str, what: str) -> str:
     """Return the text of a file that a task must have."""
-    return _existing(path, what).read_text(encoding="utf-8").strip()
+    path = directory / name
+    content = read_inside(_existing(path, what, directory), directory)
+    try:
+        return content.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        wrong = content[max(0, error.start - 20) : error.end + 20]
+        raise ValueError(f"{name} is not UTF-8 at byte {error.start}: {wrong!r}") from None
+
+
+def _table(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return a table of settings. Raises ``ValueError`` for something else in its place."""
+    value = settings.get(name, {})
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}={value!r} is no table")
+    return value
+
+
+def _refuse_misspelt(settings: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a key of ``task.toml`` that is almost one of the format. Others may be those of a later
+    version of it: they are named in the log."""
+    for table, known in _KEYS.items():
+        for key in sorted((settings if not table else _table(settings, table)).keys() - known):
+            suggestion = nearest(key, known)
+            if suggestion.startswith("did you mean"):
+                raise ValueError(f"{HARBOR} has the unknown key {f'{table}.{key}'.lstrip('.')!r}; {suggestion}")
+            _tell_unknown(f"{table}.{key}".lstrip("."))
+
+
+@cache
+def _tell_unknown(key: str) -> None:
+    """Say once that a key changes nothing."""
+    log.warning("%s: the key %r is not known and changes nothing", HARBOR, key)
+
+
+def _literal(table: Mapping[str, Any], name: str) -> str:
+    """Return a text of a table, empty if it is not set. Raises ``ValueError`` for something else."""
+    value = table.get(name) or ""
+    if not isinstance(value, str) or "\0" in value:
+        raise ValueError(f"{name}={value!r} is no text")
+    return value
+
+
+def _seconds(table: Mapping[str, Any], name: str, default: float) -> float:
+    """Return a time in seconds. Raises ``ValueError`` for one that no session can have."""
+    value = _number(name, table.get(name, default))
+    if not 0 < value <= MAX_S:
+        raise ValueError(f"{name}={value:g} is no time from 0 to {MAX_S:g} seconds")
+    return value
+
+
+def _number(name: str, value: object) -> float:
+    """Return a number. Raises ``ValueError`` for something else, and for one that is not finite."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{name}={value!r} is no number")
+    return float(value)
 
 
 def _variables(table: Mapping[str, Any]) -> dict[str, str]:
-    """Return the environment variables of a table of settings, as text."""
-    return {str(name): str(value) for name, value in table.get("env", {}).items()}
+    """Return the environment variables of a table of settings, as text. Raises ``ValueError`` for those that cannot be
+    set."""
+    found = {}
+    for name, value in _table(table, "env").items():
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise ValueError(f"env.{name}={value!r} is no text")
+        text = str(value)
+        if match := _FROM_OUTSIDE.fullmatch(text):
+            if match[2] is None:
+                raise ValueError(f"env.{name}={text!r} names a variable of the machine, and sessions have none of them")
+            text = match[2]
+        if not name or "=" in name or "\0" in name + text:
+            raise ValueError(f"env[{name!r}]={text!r} cannot be set: a name has no '=', and nothing a zero byte")
+        found[name] = text
+    return found
 
 
-def _bytes(table: Mapping[str, Any], name: str) -> int | None:
-    """Return a size in bytes from ``NAME_mb = 2048`` or ``NAME = "2G"``; ``None`` if neither is set."""
+def _bytes(table: Mapping[str, Any], name: str, least: int) -> int | None:
+    """Return a size in bytes from ``NAME_mb = 2048`` or ``NAME = "2G"``; ``None`` if neither is set. Raises
+    ``ValueError`` for something else, and for less than a session has."""
     if f"{name}_mb" in table:
-        return int(table[f"{name}_mb"]) << 20
-    if name not in table:
+        size = _number(f"{name}_mb", table[f"{name}_mb"]) * MIB
+    elif name in table:
+        match = _SIZE.fullmatch(str(table[name]))
+        if match is None:
+            raise ValueError(f"{name}={table[name]!r} is no size")
+        size = float(match[1]) * (1 << (10 * " kmgt".index(match[2].lower() or " ")))
+    else:
         return None
-    match = _SIZE.fullmatch(str(table[name]))
-    if match is None:
-        raise ValueError(f"{name}={table[name]!r} is no size")
-    return int(float(match[1]) * (1 << (10 * " kmgt".index(match[2].lower() or " "))))
+    if not least <= size < 1 << 62:
+        raise ValueError(f"{name} of {size / MIB:g} MiB is not what a session can have: {least / MIB:g} MiB or more")
+    return int(size)
 
 
 def _unsupported(task: object, text: str, remedy: str) -> DataError:
     """Return the error for a task with a part that sessions do not have."""
     return DataError(f"the task {task} {text}, which sessions do not support", remedy=remedy)
-
-
-def files_below(folder: Path, target: str) -> dict[str, bytes]:
-    """Return the files of a folder by the paths that they get below ``target``."""
-    found = {}
-    for parent, _, names in os.walk(folder):
-        for name in names:
-            path = Path(parent, name)
-            found[f"{target}/{path.relative_to(folder)}"] = path.read_bytes()
-    return found

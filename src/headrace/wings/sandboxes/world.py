@@ -9,11 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import posixpath
-import re
-import shlex
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +17,7 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError, HeadraceError
 from headrace.base.types.episode import AttemptKind
-from headrace.rollout.scoring.sandbox import Finished, SandboxLimits
+from headrace.rollout.scoring.sandbox import SandboxLimits
 from headrace.wings.sandboxes import (
     DriverLost,
     SandboxDriver,
@@ -31,13 +27,9 @@ from headrace.wings.sandboxes import (
     open_sandboxes,
     swe,
 )
+from headrace.wings.sandboxes.building import build
 from headrace.wings.sandboxes.moments import ForkedWorld, MomentStore
-from headrace.wings.sandboxes.tasks import BuildStep, TaskDirectory, files_below
-
-REWARDS = "/logs/verifier"
-"""The folder of the reward files."""
-_OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
-_SUMMARY = "short test summary info"
+from headrace.wings.sandboxes.tasks import TaskDirectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,165 +182,8 @@ class Worlds:
         async with await driver.start(spec) as session:
             if task.named is not None:
                 await swe.begin(session, task, "" if spec.image else self._config.repositories)
-            await _build(session, task)
+            await build(session, task)
             return await session.snapshot(end_background=True)
-
-
-async def _build(session: SandboxSession, task: TaskDirectory) -> None:
-    """Carry out the steps that make the environment of a task, within its time."""
-    try:
-        async with asyncio.timeout(task.build_s):
-            for step in task.steps:
-                await _carry_out(step, session, task)
-    except TimeoutError:
-        raise _setup_failed(task, f"it took longer than {task.build_s:g} s") from None
-
-
-async def _carry_out(step: BuildStep, session: SandboxSession, task: TaskDirectory) -> None:
-    """Carry out one step that makes the environment of a task."""
-    if step.kind == "ENV":
-        session.variables = {**session.variables, step.words[0]: step.words[1]}
-    elif step.kind == "COPY":
-        await _copy(step.words, session, task)
-    elif step.kind == "WORKDIR":
-        directory = shlex.quote(posixpath.join(session.directory, step.words[0]))
-        await _run_step(f"mkdir -p {directory} && cd {directory}", session, task)
-    else:
-        directory, variables = session.directory, session.variables
-        await _run_step(step.words[0], session, task)
-        session.directory, session.variables = directory, variables  # each RUN has a shell of its own
-
-
-async def _run_step(command: str, session: SandboxSession, task: TaskDirectory) -> None:
-    """Run a command that must succeed."""
-    done = await session.run(command, limits=replace(session.spec.limits, wall_s=task.build_s))
-    if not done.ok:
-        raise _setup_failed(task, f"{command[:200]!r}: {_how(done)} {(done.stderr or done.stdout)[-400:].strip()}")
-
-
-async def _copy(words: Sequence[str], session: SandboxSession, task: TaskDirectory) -> None:
-    """Copy files of the task's folder into the session, as COPY of a Dockerfile does."""
-    *sources, target = words
-    target = posixpath.join(session.directory, target)
-    files: dict[str, bytes] = {}
-    for pattern in sources:
-        found = [task.context] if pattern in (".", "./", "/") else sorted(task.context.glob(pattern.lstrip("/")))
-        if not found:
-            raise _setup_failed(task, f"COPY {pattern}: there is no such file")
-        for path in found:
-            _refuse_outside(path, task)
-            to_folder = target.endswith("/") or words[-1] in (".", "./") or len(found) + len(sources) > 2
-            if path.is_dir():
-                files |= files_below(path, target.rstrip("/"))
-            else:
-                files[f"{target.rstrip('/')}/{path.name}" if to_folder else target] = path.read_bytes()
-    await session.write(files)
-
-
-def _refuse_outside(path: Path, task: TaskDirectory) -> None:
-    """Raise :class:`~headrace.base.errors.EpisodeError` for a file outside the folder of the environment."""
-    if not path.resolve().is_relative_to(task.context.resolve()):
-        raise _setup_failed(task, f"COPY of {path}, which lies outside {task.context}")
-
-
-async def grade(session: SandboxSession, task: TaskDirectory) -> float:
-    """Run the tests of a task in the world as the agent has left it, and return the reward. Processes of the agent are
-    ended before; its variables, and whatever it has put in the place of tests and rewards, are taken away. Tests that
-    do not come to a result earn 0."""
-    await session.end_background()
-    session.variables = {**session.first_variables(), **task.test_variables}
-    if task.named is not None:
-        return await swe.grade(session, task, task.named)
-    assert task.tests is not None
-    directory = session.directory = task_directory(task)
-    taken = "/tests /logs"  # links and closed folders among them
-    await session.run(
-        f"rm -f {taken}; chmod -R u+rwX {taken}; rm -rf {taken}; mkdir -p /tests {REWARDS} {shlex.quote(directory)}"
-    )
-    files = files_below(task.tests, "/tests")
-    try:
-        await session.write({**files, **{f"/tests/{path.name}": path.read_bytes() for path in task.more_tests}})
-    except EpisodeError as error:
-        if error.reason != "session_file":
-            raise
-        return 0.0  # the agent has filled the disk
-    session.directory = directory  # the agent may have taken it away, and the command above has made it again
-    done = await session.run(task.test_command, limits=replace(session.spec.limits, wall_s=task.tests_s))
-    if task.prints_pytest:
-        return _pytest_reward(done)
-    await session.end_background()
-    return await _reward_of_files(session, task)
-
-
-def task_directory(task: TaskDirectory) -> str:
-    """Return the directory in which a task's commands begin."""
-    directory = task.directory
-    for step in task.steps:
-        if step.kind == "WORKDIR":
-            directory = posixpath.join(directory, step.words[0])
-    return directory
-
-
-def _pytest_reward(done: Finished) -> float:
-    """Return 1 if pytest's summary names tests that passed, and none that failed; else 0.
-
-    >>> from headrace.rollout.scoring.sandbox import Reason
-    >>> _pytest_reward(Finished(reason=Reason.EXITED, stderr="", stdout=f"{_SUMMARY} ===\\nPASSED a\\n"))
-    1.0
-    >>> _pytest_reward(Finished(reason=Reason.EXITED, stderr="", stdout=f"{_SUMMARY} ===\\nPASSED a\\nFAILED b - x\\n"))
-    0.0
-    """
-    _, found, summary = done.stdout.rpartition(_SUMMARY)
-    outcomes = _OUTCOME.findall(summary) if found else []
-    return float("PASSED" in outcomes and not {"FAILED", "ERROR"} & set(outcomes))
-
-
-async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> float:
-    """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number."""
-    texts = {}
-    for name in ("reward.json", "reward.txt"):
-        try:
-            texts[name] = (await session.read(f"{REWARDS}/{name}", 1 << 16)).decode("utf-8", "replace").strip()
-        except EpisodeError as error:
-            if error.reason != "session_file":
-                raise
-    if not texts:
-        return 0.0
-    name, text = next(iter(texts.items()))
-    try:
-        value = json.loads(text)
-        if isinstance(value, dict):
-            value = value["reward"] if "reward" in value else _only(value)
-        reward = float(value)
-        if not math.isfinite(reward):
-            raise ValueError(text)
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise EpisodeError(
-            f"the tests of the task {task.name} have written {text[:80]!r} to {name}",
-            remedy='have them write a number, or {"reward": 1.0}',
-            reason="task_reward",
-        ) from None
-    return reward
-
-
-def _only(values: dict[str, object]) -> object:
-    """Return the only value. Raises ``ValueError`` where there are several."""
-    (value,) = values.values()
-    return value
-
-
-def _how(done: Finished) -> str:
-    """Return in words how a command ended."""
-    return f"exit code {done.exit_code}" if done.exit_code is not None else f"ended for {done.reason}"
-
-
-def _setup_failed(task: TaskDirectory, text: str) -> EpisodeError:
-    """Return the error for an environment that cannot be made."""
-    return EpisodeError(
-        f"the environment of the task {task.name} cannot be made: {text}",
-        remedy="correct its set-up; sessions have no network and no root",
-        reason="task_setup",
-    )
 
 
 _SHARED: dict[tuple[WorldConfig, int], Worlds] = {}

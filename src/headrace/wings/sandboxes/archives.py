@@ -1,0 +1,158 @@
+"""Files of tasks on their way into sessions: archives that keep modes, links and empty folders, and for which no file
+outside the folder of the task is ever read.
+
+A link with a full path refers to the session's system, as in docker. It stays a link, and nothing follows it here. A
+link whose path would leave the folder is refused by name.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import posixpath
+import re
+import stat
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from headrace.base.errors import EpisodeError
+from headrace.wings.sandboxes.base import SandboxSession
+
+_UNPACK = '"$1" -x -p -m --no-overwrite-dir --keep-directory-symlink -f - -C /'
+
+
+class RefusedFile(ValueError):
+    """The error of a file that is not what it must be: one of the folder, and a plain one."""
+
+
+def read_inside(path: Path, root: Path) -> bytes:
+    """Return the content of a file of the folder ``root``. Raises :class:`RefusedFile` for one that lies outside, where
+    a link leads there too, and for what is no plain file; ``OSError`` for one that cannot be read."""
+    return _content(resolved_inside(path, root))[0]
+
+
+def resolved_inside(path: Path, root: Path) -> Path:
+    """Return the path of a file or a folder of ``root`` without links. Raises :class:`RefusedFile` for one that lies
+    outside, and ``OSError`` where there is none."""
+    found = path.resolve(strict=True)
+    if not found.is_relative_to(root.resolve()):
+        raise RefusedFile(f"{path} leads to {found}, which lies outside {root}")
+    return found
+
+
+def packed_files(
+    pairs: Iterable[tuple[Path, str]],
+    root: Path,
+    *,
+    mode: int | None = None,
+    leaves_out: Callable[[str], bool] = lambda path: False,
+) -> bytes:
+    """Return files and folders of ``root``, each by the full path that it gets, as a tar archive for :func:`unpack`.
+    ``mode``, if given, is that of all files; ``leaves_out`` says of a path in ``root`` whether it is not wanted. Raises
+    :class:`RefusedFile` for what must not be copied, and ``OSError`` for what cannot be read."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for path, target in pairs:
+            source = resolved_inside(path, root)
+            members = _below(source, target, root.resolve(), leaves_out) if source.is_dir() else [(source, target)]
+            for each, name in members:
+                _add(archive, each, name, mode)
+    return buffer.getvalue()
+
+
+async def unpack(session: SandboxSession, archive: bytes) -> None:
+    """Write the files of such an archive into a session. Raises :class:`~headrace.base.errors.EpisodeError` where they
+    cannot be written."""
+    done = await session.run_apart(_UNPACK, session.programs["tar"], stdin=archive)
+    if done.status != 0:
+        raise EpisodeError(
+            f"files of a session cannot be written: {done.stderr.decode('utf-8', 'replace')[:300]}{done.reason}",
+            remedy="write to folders of the session's own, and stay within limits.disk_bytes",
+            reason="session_file",
+        )
+
+
+def ignore_rules(text: str) -> Callable[[str], bool]:
+    """Return the function that says of a path whether the text of a ``.dockerignore`` leaves it out.
+
+    >>> leaves_out = ignore_rules("**/*.pyc\\nout\\n!out/keep\\n")
+    >>> [leaves_out(path) for path in ("a/b.pyc", "out/x", "out/keep", "a.py")]
+    [True, True, False, False]
+    """
+    rules = []
+    for line in text.splitlines():
+        pattern = line.strip()
+        kept, pattern = pattern.startswith("!"), pattern.removeprefix("!").strip()
+        if pattern and not pattern.startswith("#"):
+            rules.append((re.compile(_pattern(posixpath.normpath(pattern).lstrip("/")) + "(?:/.*)?"), not kept))
+
+    def leaves_out(path: str) -> bool:
+        """Return what the last rule that fits says."""
+        return next((out for rule, out in reversed(rules) if rule.fullmatch(path)), False)
+
+    return leaves_out
+
+
+def _pattern(pattern: str) -> str:
+    """Return a pattern of ``.dockerignore`` as a regular expression."""
+    if pattern == ".":
+        return ".*"
+    pieces = re.findall(r"\*\*/|\*\*|\*|\?|\[[^\]]+\]|.", pattern)
+    known = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+    return "".join(
+        known.get(piece) or (piece if len(piece) > 1 and piece[0] == "[" else re.escape(piece)) for piece in pieces
+    )
+
+
+def _below(folder: Path, target: str, root: Path, leaves_out: Callable[[str], bool]) -> Iterator[tuple[Path, str]]:
+    """Return all that is in a folder, and the folder, with the paths that they get."""
+    for parent, folders, names in os.walk(folder, followlinks=False, onerror=_raise):
+        place = Path(parent)
+        if place == folder or not leaves_out(place.relative_to(root).as_posix()):
+            yield place, posixpath.join(target, place.relative_to(folder).as_posix())
+        for path in (place / name for name in sorted(names + folders)):
+            if leaves_out(path.relative_to(root).as_posix()) or (path.is_dir() and not path.is_symlink()):
+                continue
+            if path.is_symlink():
+                _refuse_leading_outside(path, root)
+            yield path, posixpath.join(target, path.relative_to(folder).as_posix())
+
+
+def _raise(error: OSError) -> None:
+    """Raise the error of a folder that cannot be listed."""
+    raise error
+
+
+def _refuse_leading_outside(link: Path, root: Path) -> None:
+    """Raise :class:`RefusedFile` for a link whose path, from where it is, leaves the folder ``root``."""
+    target = os.readlink(link)
+    reached = posixpath.normpath(posixpath.join(link.parent.relative_to(root).as_posix(), target))
+    if not target.startswith("/") and (reached == ".." or reached.startswith("../")):
+        raise RefusedFile(f"the link {link} leads to {target!r}, which lies outside {root}")
+
+
+def _add(archive: tarfile.TarFile, path: Path, name: str, mode: int | None) -> None:
+    """Add a file, a folder or a link to an archive."""
+    member = tarfile.TarInfo(posixpath.normpath(name).strip("/"))
+    if path.is_symlink():
+        member.type, member.linkname = tarfile.SYMTYPE, os.readlink(path)
+        archive.addfile(member)
+    elif path.is_dir():
+        member.type, member.mode = tarfile.DIRTYPE, (stat.S_IMODE(path.stat().st_mode) & 0o777) | 0o700
+        if member.name not in ("", "."):
+            archive.addfile(member)
+    else:
+        content, own_mode = _content(path)
+        member.size, member.mode = len(content), own_mode if mode is None else mode
+        archive.addfile(member, io.BytesIO(content))
+
+
+def _content(path: Path) -> tuple[bytes, int]:
+    """Return the content and the mode of a plain file, which is no link."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise RefusedFile(f"{path} is no plain file")
+        return file.read(), stat.S_IMODE(status.st_mode) & 0o777

@@ -1,0 +1,155 @@
+"""The making of a task's environment: the steps of its Dockerfile, carried out in a session as docker does it.
+
+A step sees the variables of the session itself, of ``ENV`` and of ``ARG``; those of ``task.toml`` come after the last
+one, as docker sets them for a container and not for its image.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import posixpath
+import shlex
+import tarfile
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from headrace.base.errors import EpisodeError
+from headrace.rollout.scoring.sandbox import Finished
+from headrace.rollout.scoring.sandbox.base import MIB
+from headrace.wings.sandboxes.archives import RefusedFile, ignore_rules, packed_files, resolved_inside, unpack
+from headrace.wings.sandboxes.base import SandboxSession
+from headrace.wings.sandboxes.dockerfile import BuildState, BuildStep, expand, settle
+from headrace.wings.sandboxes.tasks import TaskDirectory
+
+OUTPUT_BYTES = 16 * MIB
+"""The most that one step may print."""
+_FOLDER_ITSELF = (".", "./", "/")
+
+
+async def build(session: SandboxSession, task: TaskDirectory) -> None:
+    """Carry out the steps that make the environment of a task, within its time. Raises
+    :class:`~headrace.base.errors.EpisodeError` for one that fails."""
+    if not task.steps:
+        return
+    state = BuildState(environment=dict(session.surroundings), directory=task.directory)
+    try:
+        async with asyncio.timeout(task.build_s):
+            for step in task.steps:
+                await _carry_out(step, state, session, task)
+    except TimeoutError:
+        raise _setup_failed(task, f"it took longer than {task.build_s:g} s") from None
+    session.directory, session.variables = state.directory, {**state.environment, **task.variables}
+
+
+def variables_of(session: SandboxSession, task: TaskDirectory) -> dict[str, str]:
+    """Return the variables with which commands begin in the environment of a task."""
+    environment = settle(task.steps, session.surroundings, task.directory).environment
+    return {**environment, **session.spec.variables}
+
+
+def task_directory(task: TaskDirectory, surroundings: Mapping[str, str]) -> str:
+    """Return the directory in which a task's commands begin, in a session that has the variables ``surroundings`` by
+    itself."""
+    return settle(task.steps, surroundings, task.directory).directory
+
+
+async def _carry_out(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
+    """Carry out one step that makes the environment of a task."""
+    try:
+        state.take(step)
+        if step.kind in ("COPY", "ADD"):
+            await _copy(step, state, session, task)
+    except (RefusedFile, ValueError) as error:
+        raise _invalid(task, f"{step.kind} {' '.join(step.words)[:120]}: {error}") from None
+    if step.kind == "WORKDIR":
+        made = await session.run_apart('mkdir -p -- "$1"', state.directory)
+        if made.status != 0:
+            raise _setup_failed(task, f"WORKDIR {state.directory}: {made.stderr.decode('utf-8', 'replace').strip()}")
+    elif step.kind == "RUN":
+        await _run_step(shlex.join(step.words), state, session, task)
+
+
+async def _run_step(command: str, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
+    """Run a command that must succeed, in a shell of its own."""
+    session.directory, session.variables = state.directory, state.known
+    limits = replace(session.spec.limits, wall_s=task.build_s, output_bytes=OUTPUT_BYTES)
+    done = await session.run(command, limits=limits)
+    if not done.ok:
+        raise _setup_failed(task, f"{command[:200]!r}: {how(done)} {(done.stderr or done.stdout)[-400:].strip()}")
+
+
+async def _copy(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
+    """Copy files of the task's folder into the session, as COPY of a Dockerfile does."""
+    *sources, named = (expand(word, state.known) for word in step.words)
+    target = posixpath.join(state.directory, named)
+    found = await asyncio.to_thread(_found, step, sources, task)
+    into_folder = named.endswith("/") or named in (".", "..", "")
+    if not into_folder and not all(path.is_dir() for path in found):
+        into_folder = (await session.run_apart('[ -d "$1" ]', target)).status == 0
+    if not into_folder and len(found) > 1:
+        raise ValueError(f"{len(found)} files need a folder; end the target {named!r} with a slash")
+    pairs = [(path, f"{target}/{path.name}" if into_folder and not path.is_dir() else target) for path in found]
+    try:
+        archive = await asyncio.to_thread(
+            packed_files, pairs, task.context, mode=step.mode, leaves_out=_leaves_out(task.context)
+        )
+    except OSError as error:
+        raise ValueError(f"a file cannot be read: {error}") from None
+    await unpack(session, archive)
+
+
+def _found(step: BuildStep, sources: list[str], task: TaskDirectory) -> list[Path]:
+    """Return the files and folders that the sources of a step name."""
+    leaves_out, found = _leaves_out(task.context), []
+    for pattern in sources:
+        matches = [task.context] if pattern in _FOLDER_ITSELF else sorted(task.context.glob(pattern.lstrip("/")))
+        for path in matches:
+            _refuse_outside(path, task)
+        wanted = [path for path in matches if not leaves_out(path.relative_to(task.context).as_posix())]
+        if not wanted:
+            raise _setup_failed(task, f"{step.kind} {pattern}: there is no such file")
+        found += wanted
+    for path in found:
+        if step.kind == "ADD" and path.is_file() and tarfile.is_tarfile(path):
+            raise ValueError(f"{path.name} is an archive, which docker would unpack; copy it, and unpack it by RUN")
+    return found
+
+
+def _leaves_out(context: Path) -> Callable[[str], bool]:
+    """Return the function that says which files of the folder are not copied."""
+    file = context / ".dockerignore"
+    return ignore_rules(file.read_text(encoding="utf-8") if file.is_file() else "")
+
+
+def _refuse_outside(path: Path, task: TaskDirectory) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a file outside the folder of the environment."""
+    try:
+        resolved_inside(path, task.context)
+    except RefusedFile as error:
+        raise _setup_failed(task, f"COPY of a file outside: {error}") from None
+    except OSError as error:
+        raise _setup_failed(task, f"COPY of {path.name}: there is no such file: {error}") from None
+
+
+def how(done: Finished) -> str:
+    """Return in words how a command ended."""
+    return f"exit code {done.exit_code}" if done.exit_code is not None else f"ended for {done.reason}"
+
+
+def _setup_failed(task: TaskDirectory, text: str) -> EpisodeError:
+    """Return the error for an environment that cannot be made."""
+    return EpisodeError(
+        f"the environment of the task {task.name} cannot be made: {text}",
+        remedy="correct its set-up; sessions have no network and no root",
+        reason="task_setup",
+    )
+
+
+def _invalid(task: TaskDirectory, text: str) -> EpisodeError:
+    """Return the error for an environment whose description is wrong."""
+    return EpisodeError(
+        f"the environment of the task {task.name} cannot be made: {text}",
+        remedy="correct its Dockerfile, or the files beside it",
+        reason="task_invalid",
+    )

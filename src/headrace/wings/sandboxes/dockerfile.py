@@ -1,0 +1,340 @@
+"""Dockerfiles as steps of a session, with the variables and the words of docker.
+
+    Dockerfile ─▶ image, steps ─┬─▶ carried out in a session, once
+                                └─▶ settle: variables and directory, again for the agent and for the tests
+
+Source: docs.docker.com/reference/dockerfile, as of November 2026.
+"""
+
+from __future__ import annotations
+
+import json
+import posixpath
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from headrace.base.errors import DataError
+
+_WITHOUT_EFFECT = frozenset({"LABEL", "EXPOSE", "CMD", "MAINTAINER", "HEALTHCHECK", "STOPSIGNAL"})
+"""Instructions that change nothing for the commands of an agent."""
+_STARTERS = frozenset({"bash", "sh", "tini", "dumb-init", "--", "-c", "-l", "-g"})
+"""Words of an entry point that does nothing but start a command."""
+_ROOT = frozenset({"root", "0", "root:root", "0:0"})
+_PLATFORM = re.compile(r"(?:TARGET|BUILD)(?:PLATFORM|OS|ARCH|VARIANT)")
+"""Arguments that docker sets by itself."""
+_SHELL: tuple[str, ...] = ("/bin/sh", "-c")
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_WORD = re.compile(r"""(?:[^\s"'\\]|\\.|"(?:[^"\\]|\\.)*"|'[^']*')+""")
+_HERE_DOCUMENT = re.compile(r"(?:^|\s)\d*<<-?[^<\s]")
+_CONTINUED = re.compile(r"\\[ \t]*\n(?:[ \t]*\n)*")
+_ESCAPE = re.compile(r"\s*#\s*escape\s*=\s*(\S+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildStep:
+    """One step that makes the environment of a task, as its Dockerfile says."""
+
+    kind: str
+    """``RUN``, ``COPY``, ``ADD``, ``ENV``, ``ARG`` or ``WORKDIR``."""
+    words: tuple[str, ...]
+    """The program and its arguments; sources and a target; names and values in turns; a directory. All but those of
+    ``RUN`` may name variables."""
+    mode: int | None = None
+    """The mode that copied files get; ``None``: their own."""
+
+
+@dataclass(slots=True, kw_only=True)
+class BuildState:
+    """The variables and the directory at one step."""
+
+    environment: dict[str, str]
+    """The variables that stay: those of the image, and those of ``ENV``."""
+    directory: str
+    """The directory in which commands begin."""
+    arguments: dict[str, str] = field(default_factory=dict)
+    """The variables of ``ARG``, which end with the last step."""
+
+    @property
+    def known(self) -> dict[str, str]:
+        """All variables that a step knows."""
+        return {**self.arguments, **self.environment}
+
+    def take(self, step: BuildStep) -> None:
+        """Go on by one step, as far as it changes variables or the directory."""
+        known = self.known
+        if step.kind == "WORKDIR":
+            self.directory = posixpath.normpath(posixpath.join(self.directory, expand(step.words[0], known)))
+        elif step.kind in ("ENV", "ARG"):
+            words = [expand(word, known) for word in step.words]
+            target = self.environment if step.kind == "ENV" else self.arguments
+            target.update(zip(words[::2], words[1::2], strict=True))
+
+
+def settle(steps: Iterable[BuildStep], surroundings: Mapping[str, str], directory: str) -> BuildState:
+    """Return the variables and the directory after all steps, in a session that has the variables ``surroundings`` by
+    itself."""
+    state = BuildState(environment=dict(surroundings), directory=directory)
+    for step in steps:
+        state.take(step)
+    return state
+
+
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Return a text with the values of its variables, and without its quotes, as docker reads it. Raises
+    ``ValueError`` for a text that docker would not read.
+
+    >>> expand(r'"$A b" ${B:-c} ${A:+d}', {"A": "1"}) + expand(r" \\$A '$A' $", {"A": "1"})
+    '1 b c d $A $A $'
+    """
+    return _Expansion(text, variables).read()
+
+
+class _Expansion:
+    """The reading of one text with variables."""
+
+    def __init__(self, text: str, variables: Mapping[str, str]) -> None:
+        """Begin at the start of ``text``."""
+        self._text, self._variables, self._at = text, variables, 0
+
+    def read(self, until: str = "") -> str:
+        """Return the text up to its end, or up to the character ``until``, which is taken."""
+        parts: list[str] = []
+        quoted = False
+        while self._at < len(self._text):
+            character = self._take()
+            if character == until and not quoted:
+                return "".join(parts)
+            if character == '"':
+                quoted = not quoted
+            elif character == "'" and not quoted:
+                parts.append(self._single())
+            elif character == "\\":
+                parts.append(self._escaped(quoted))
+            else:
+                parts.append(self._variable() if character == "$" else character)
+        if quoted or until:
+            raise ValueError(f"{self._text!r} has an opening {'quote' if quoted else 'brace'} without its end")
+        return "".join(parts)
+
+    def _take(self) -> str:
+        """Return the next character, and go on; empty at the end."""
+        character = self._text[self._at : self._at + 1]
+        self._at += 1
+        return character
+
+    def _single(self) -> str:
+        """Return the text in single quotes, in which nothing is replaced."""
+        inside, end, _ = self._text[self._at :].partition("'")
+        if not end:
+            raise ValueError(f"{self._text!r} has an opening quote without its end")
+        self._at += len(inside) + 1
+        return inside
+
+    def _escaped(self, quoted: bool) -> str:
+        """Return what a backslash and the next character stand for."""
+        character = self._take()
+        return f"\\{character}" if quoted and character not in ('"', "$", "\\") else character
+
+    def _variable(self) -> str:
+        """Return what stands for a dollar sign and what follows it."""
+        braced = self._text.startswith("{", self._at)
+        match = _NAME.match(self._text, self._at + braced)
+        if match is None and not braced:
+            return "$"
+        if match is None:
+            raise ValueError(f"{self._text!r} has braces without a name")
+        self._at = match.end()
+        value = self._variables.get(match[0])
+        return self._chosen(match[0], value) if braced else value or ""
+
+    def _chosen(self, name: str, value: str | None) -> str:
+        """Return the value of a variable in braces, or what stands there for it."""
+        how = self._take()
+        if how == "}":
+            return value or ""
+        if how == ":":
+            value, how = value or None, self._take()
+        if how not in ("-", "+", "?"):
+            raise ValueError(f"{self._text!r} has a form of variables that is not supported")
+        other = self.read("}")
+        if how == "?" and value is None:
+            raise ValueError(f"the variable {name} is not set: {other}")
+        if how == "+":
+            return "" if value is None else other
+        return other if value is None else value
+
+
+def read_dockerfile(text: str, name: str) -> tuple[str, tuple[BuildStep, ...]]:
+    """Return the image and the steps of a Dockerfile. Raises :class:`~headrace.base.errors.DataError`, about the task
+    ``name``, for an instruction that has no counterpart in a session.
+
+    >>> read_dockerfile("ARG V=3.12\\nFROM python:$V\\nRUN echo a && \\\\\\n  echo b", "it")[1][0].words
+    ('/bin/sh', '-c', 'echo a &&   echo b')
+    """
+    reader = _Reader(name)
+    if (escape := _ESCAPE.match(text)) and escape[1] != "\\":
+        raise reader.refused(text.splitlines()[0])
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    for line in _CONTINUED.sub("", "\n".join(lines)).splitlines():
+        if line.strip():
+            reader.read(line.strip())
+    if not reader.image:
+        raise DataError(f"the task {name} has no FROM in its Dockerfile", remedy="name an image there")
+    return reader.image, tuple(reader.steps)
+
+
+class _Reader:
+    """The reading of one Dockerfile, line by line."""
+
+    def __init__(self, name: str) -> None:
+        """Begin the Dockerfile of the task ``name``."""
+        self.image = ""
+        self.steps: list[BuildStep] = []
+        self._name = name
+        self._arguments: dict[str, str] = {}
+        self._shell = _SHELL
+
+    def refused(self, line: str) -> DataError:
+        """Return the error for an instruction that sessions do not have."""
+        return DataError(
+            f"the task {self._name} has {line[:120]!r} in its Dockerfile, which sessions do not support",
+            remedy="write it as RUN, COPY, ENV, ARG, WORKDIR of one stage, run by root",
+        )
+
+    def read(self, line: str) -> None:
+        """Read one instruction."""
+        kind, rest = _split(line)
+        try:
+            if not self._read(kind.upper(), rest):
+                raise self.refused(line)
+        except ValueError as error:
+            if isinstance(error, DataError):
+                raise
+            raise DataError(
+                f"the task {self._name} has {line[:120]!r} in its Dockerfile: {error}", remedy="correct it"
+            ) from None
+
+    def _read(self, kind: str, rest: str) -> bool:
+        """Read one instruction; return whether it is supported."""
+        if kind == "FROM":
+            return not self.image and self._from(_words(rest))
+        if kind == "ARG":
+            return self._argument(_words(rest))
+        if not self.image:
+            return False
+        if kind == "RUN":
+            return self._run(rest)
+        if kind in ("COPY", "ADD"):
+            return self._copy(kind, rest)
+        if kind == "SHELL":
+            self._shell = _listed(rest) or ()
+            return bool(self._shell)
+        if kind == "ENV":
+            self._add(kind, _pairs(rest))
+        elif kind == "WORKDIR":
+            expand(rest, {})
+            self._add(kind, (rest,))
+        elif kind == "ENTRYPOINT":
+            return all(posixpath.basename(word) in _STARTERS for word in _listed(rest) or rest.split() or ())
+        elif kind == "USER":
+            return rest in _ROOT  # a session has one user, to whom the world belongs
+        else:
+            return kind in _WITHOUT_EFFECT
+        return True
+
+    def _add(self, kind: str, words: tuple[str, ...], mode: int | None = None) -> None:
+        """Add a step."""
+        self.steps.append(BuildStep(kind=kind, words=words, mode=mode))
+
+    def _from(self, words: list[str]) -> bool:
+        """Read the image. The platform is that of the machine on which sessions are, whatever is named."""
+        named = [word for word in words if not word.startswith("--platform=")]
+        self.image = expand(named[0], self._arguments) if named else ""
+        return bool(self.image) and (len(named) == 1 or (len(named) == 3 and named[1].upper() == "AS"))
+
+    def _argument(self, words: list[str]) -> bool:
+        """Read ``ARG``: before the image they are variables of its name, and defaults of those after it."""
+        for word in words:
+            name, given, value = word.partition("=")
+            if not given and _PLATFORM.fullmatch(name):
+                return False
+            if not self.image:
+                self._arguments |= {name: expand(value, self._arguments)} if given else {}
+            elif given:
+                self._add("ARG", (name, value))
+            elif name in self._arguments:
+                self._add("ARG", (name, _literal(self._arguments[name])))
+        return bool(words)
+
+    def _run(self, rest: str) -> bool:
+        """Read ``RUN`` with a program and its arguments, or with a command for the shell."""
+        if _HERE_DOCUMENT.search(rest) or rest.startswith("--") or not rest:
+            return False
+        self._add("RUN", _listed(rest) or (*self._shell, rest))
+        return True
+
+    def _copy(self, kind: str, rest: str) -> bool:
+        """Read ``COPY``, or ``ADD`` of files of the folder."""
+        if _HERE_DOCUMENT.search(rest):
+            return False
+        mode = None
+        while rest.startswith("--"):
+            option, rest = _split(rest)
+            name, _, value = option.partition("=")
+            if name == "--chmod" and re.fullmatch(r"[0-7]{3,4}", value):
+                mode = int(value, 8) & 0o777
+            elif not (name == "--chown" and value in _ROOT) and option not in ("--link", "--link=true"):
+                return False
+        words = _listed(rest) or tuple(_words(rest))
+        if len(words) < 2 or (kind == "ADD" and any("://" in word or word.startswith("git@") for word in words)):
+            return False
+        for word in words:
+            expand(word, {})
+        self._add(kind, words, mode)
+        return True
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return the first word of a text, and the rest."""
+    first, *rest = text.split(None, 1)
+    return first, rest[0].strip() if rest else ""
+
+
+def _words(text: str) -> list[str]:
+    """Return the words of a text, with their quotes. Raises ``ValueError`` for a quote without its end."""
+    if _WORD.sub("", text).strip():
+        raise ValueError(f"{text[:80]!r} has an opening quote without its end")
+    return _WORD.findall(text)
+
+
+def _pairs(rest: str) -> tuple[str, ...]:
+    """Return the names and values of ``ENV`` in turns. Raises ``ValueError`` where it has none."""
+    name, _, value = rest.partition(" ")
+    if "=" not in name:
+        pairs = [(name, value.strip())]
+    else:
+        pairs = [(left, right) for left, _, right in (word.partition("=") for word in _words(rest) if "=" in word)]
+        if len(pairs) != len(_words(rest)):
+            raise ValueError("a variable has no value")
+    for left, right in pairs:
+        expand(right, {})
+        if not left or (len(pairs) == 1 and "=" not in rest and not value.strip()):
+            raise ValueError("a variable has no name, or no value")
+    return tuple(word for pair in pairs for word in pair)
+
+
+def _listed(rest: str) -> tuple[str, ...] | None:
+    """Return the words of a list in JSON; ``None`` if it is none, as docker reads it."""
+    if not rest.startswith("["):
+        return None
+    try:
+        words = json.loads(rest)
+    except ValueError:
+        return None
+    return tuple(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
+
+
+def _literal(text: str) -> str:
+    """Return a text that :func:`expand` leaves as ``text``."""
+    return re.sub(r"([\\\"'$])", r"\\\1", text)
