@@ -368,6 +368,13 @@ def test_links_never_bring_files_of_this_machine_into_a_session(
     assert error.value.reason == "task_invalid"
 
 
+def test_a_link_that_leads_to_itself_is_refused_as_a_source(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = built(tmp_path, "COPY itself /app/")
+    (directory / "environment/itself").symlink_to("itself")
+    with pytest.raises(EpisodeError, match="itself"):
+        attempt(runner, directory, ["submit"])
+
+
 @pytest.mark.parametrize("source", ["leads-out", "leads-out/*", "leads-out/file"])
 def test_a_source_that_a_link_leads_outside_is_refused(runner: asyncio.Runner, tmp_path: Path, source: str) -> None:
     directory = built(tmp_path, f"COPY {source} /app/")
