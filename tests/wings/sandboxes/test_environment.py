@@ -20,6 +20,7 @@ from headrace.rollout.environments.data import load_rows
 from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.registry import ENVIRONMENTS
+from headrace.rollout.environments.scripted import SCRIPTS
 from headrace.wings.sandboxes.environment import ShellEnv, ShellSettings
 from headrace.wings.sandboxes.local.driver import LocalDriver
 from headrace.wings.sandboxes.tasks import open_task
@@ -162,6 +163,21 @@ def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, t
     episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
     assert episode.reward == 1.0
     assert "echo 42" in read[1]
+
+
+def test_the_check_of_environments_gives_the_solution_by_a_call_too(runner: asyncio.Runner, tmp_path: Path) -> None:
+    """A solution with a block of its own is given whole, in an answer and as an argument."""
+    solve = "cat > x.md <<'EOF'\n```\ncode\n```\nEOF\nsed -i s/41/42/ /app/answer.sh\n"
+    directory = write_task(tmp_path / "task", HARBOR, **{"solution/solve.sh": solve})
+    (row,) = load_rows(directory)
+    run = Tool(
+        name="run",
+        description="",
+        parameters={"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
+    )
+    (call,) = SCRIPTS["each tool once, then the row's answer"](row, [run], 0).tool_calls
+    assert attempt(runner, directory, [call, "It is done."], action="tool")[0].reward == 1.0
+    assert attempt(runner, directory, [row["solution"], "submit"])[0].reward == 1.0
 
 
 def test_the_last_command_is_followed_by_the_tests(runner: asyncio.Runner, tmp_path: Path) -> None:
@@ -350,6 +366,13 @@ def test_links_never_bring_files_of_this_machine_into_a_session(
     with pytest.raises(EpisodeError, match=r"leads-out leads to .*outside") as error:
         attempt(runner, directory, ["submit"])
     assert error.value.reason == "task_invalid"
+
+
+def test_a_link_that_leads_to_itself_is_refused_as_a_source(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = built(tmp_path, "COPY itself /app/")
+    (directory / "environment/itself").symlink_to("itself")
+    with pytest.raises(EpisodeError, match="itself"):
+        attempt(runner, directory, ["submit"])
 
 
 @pytest.mark.parametrize("source", ["leads-out", "leads-out/*", "leads-out/file"])

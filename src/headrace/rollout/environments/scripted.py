@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.rollout.environments.base import AS_THE_RUN, AnswerPiece, OnPiece
 REPORT = "headrace-report"
 """The agent name under which the check's own code reports: the content of the message is the report."""
 _KEY = EpisodeKey(0, 0)
+_BLOCK = re.compile(r"```\w*\n(.*)\n```", re.DOTALL)
 _ANSWERS = ("answer", "solution", "target", "expected", "ground_truth", "label")
 """The usual names of columns with the right answer."""
 
@@ -44,11 +46,15 @@ def _answer_column(row: Mapping[str, Any]) -> str | None:
 
 def _each_tool_once(row: Mapping[str, Any], tools: Sequence[Tool], index: int) -> Message:
     """Return the answer of a script that calls each tool once, with arguments that fit it, then gives the right
-    answer."""
+    answer. A tool that takes nothing but a command gets the one in the right answer."""
     if index >= len(tools):
         return Message(role="assistant", content=right_answer(row))
     tool = tools[index]
-    call = ToolCall(id=f"call_{index}", name=tool.name, arguments=json.dumps(example(tool.parameters)))
+    arguments = example(tool.parameters)
+    if isinstance(arguments, dict) and arguments.keys() == {"command"}:
+        block = _BLOCK.fullmatch(right_answer(row).strip())
+        arguments = {"command": block[1]} if block else arguments
+    call = ToolCall(id=f"call_{index}", name=tool.name, arguments=json.dumps(arguments))
     return Message(role="assistant", content="Let me see.", tool_calls=(call,))
 
 

@@ -35,7 +35,10 @@ def read_inside(path: Path, root: Path) -> bytes:
 def resolved_inside(path: Path, root: Path) -> Path:
     """Return the path of a file or a folder of ``root`` without links. Raises :class:`RefusedFile` for one that lies
     outside, and ``OSError`` where there is none."""
-    found = path.resolve(strict=True)
+    try:
+        found = path.resolve(strict=True)
+    except RuntimeError:  # Python before 3.13 has no OSError for it
+        raise RefusedFile(f"{path} is a link that leads to itself") from None
     if not found.is_relative_to(root.resolve()):
         raise RefusedFile(f"{path} leads to {found}, which lies outside {root}")
     return found
