@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -223,6 +224,12 @@ def test_a_cancelled_call_ends_its_session_and_no_other(sandboxes: Sandboxes, se
         (SandboxSpec(directory="here"), "'here' is not a full path"),
         (SandboxSpec(directory="/proc/new"), "'/proc/new' of a session cannot be made"),
         (SandboxSpec(variables={"A=B": "1"}), "'A=B'"),
+        (SandboxSpec(life_s=math.nan), "life_s=nan"),
+        (SandboxSpec(life_s=math.inf), "life_s=inf"),
+        (SandboxSpec(limits=replace(LIMITS, wall_s=math.nan)), "limits.wall_s=nan"),
+        (SandboxSpec(variables={"A": 1}), "variables\\['A'\\]=1 is no text"),  # type: ignore[dict-item]
+        (SandboxSpec(variables={"A": "x" * 131_072}), "'A'.*which no program can be given"),
+        (SandboxSpec(variables={"A": "\ud800"}), "'A'.*cannot be set"),
     ],
 )
 def test_a_description_that_cannot_work_is_refused_by_name(sandboxes: Sandboxes, spec: SandboxSpec, words: str) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import io
+import math
 import os
 import posixpath
 import sys
@@ -38,6 +39,10 @@ LIMITS = SandboxLimits(
 """The limits of a session, unless it has others. Those of time are limits of each command."""
 MIN_OPEN_FILES = 128
 """The smallest limit of open files: shells use numbers below it."""
+MAX_WORD_BYTES = 131_072
+"""The kernel's limit of one argument or variable of a program."""
+MAX_LIFE_S = 1e9
+"""The time under which that of a session must stay, in seconds."""
 MAX_COMMAND_BYTES = 100_000
 """The longest command. The kernel takes no argument of more than 128 KiB."""
 PROGRAMS = {
@@ -338,6 +343,8 @@ class SandboxDriver(ABC):
     """Whether its sessions serve the ``forwards`` of a spec; if not, they refuse such a spec."""
     missing: Mapping[str, str]
     """The guards that sessions lack here, each with the cause."""
+    closed: bool = False
+    """Whether it was closed: then it starts nothing any more."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> SandboxSession:
@@ -355,6 +362,15 @@ class SandboxDriver(ABC):
     @abstractmethod
     async def close(self) -> None:
         """End all sessions of this driver."""
+
+    def refuse_closed(self) -> None:
+        """Raise :class:`~headrace.base.errors.EpisodeError` if the driver was closed."""
+        if self.closed:
+            raise EpisodeError(
+                f"a session of kind {self.kind!r} cannot start: the driver is closed",
+                remedy="start sessions before, or open another driver",
+                reason="session_start",
+            )
 
     async def __aenter__(self) -> Self:
         """Use the driver in the body of ``async with``."""
@@ -389,8 +405,10 @@ def refuse_invalid(spec: SandboxSpec) -> None:
         raise ConfigError(
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
         )
-    if spec.life_s <= 0:
-        raise ConfigError(f"life_s={spec.life_s} leaves nothing", remedy="set life_s > 0")
+    if not 0 < spec.life_s < MAX_LIFE_S:  # also where it is no number
+        raise ConfigError(f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}")
+    if not math.isfinite(limits.wall_s):
+        raise ConfigError(f"limits.wall_s={limits.wall_s} is no time", remedy="set it to a number of seconds")
     if not spec.directory.startswith("/"):
         raise ConfigError(f"directory={spec.directory!r} is not a full path", remedy="begin it with a slash")
     for port, address in spec.forwards.items():
@@ -401,8 +419,36 @@ def refuse_invalid(spec: SandboxSpec) -> None:
                 remedy="set loopback=True, and write {PORT: 'HOST:PORT'} with ports from 1024 to 65535 in the session",
             )
     for name, value in spec.variables.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise ConfigError(f"variables[{name!r}] cannot be set", remedy="give names without '=' and zero bytes")
+        _refuse_variable(name, value)
+
+
+def _refuse_variable(name: str, value: str) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a variable that no program can be given."""
+    if not (isinstance(name, str) and isinstance(value, str)):
+        raise ConfigError(f"variables[{name!r}]={value!r} is no text", remedy="write names and values as texts")
+    if not name or "=" in name or not _is_clean(name + value):
+        raise ConfigError(
+            f"variables[{name!r}] cannot be set", remedy="give names without '=', and texts of UTF-8 without zero bytes"
+        )
+    if (size := len(_encoded(f"{name}={value}"))) >= MAX_WORD_BYTES:
+        raise ConfigError(
+            f"variables[{name!r}] has {size} bytes, which no program can be given",
+            remedy=f"keep it under {MAX_WORD_BYTES} bytes: write a file",
+        )
+
+
+def _is_clean(text: str) -> bool:
+    """Return whether the kernel takes a text as a name or an argument: without zero bytes and lone surrogates."""
+    try:
+        return b"\0" not in _encoded(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text as the bytes of an argument; bytes that are not UTF-8 stand in it as Python's ``surrogateescape``
+    has them."""
+    return text.encode("utf-8", "surrogateescape")
 
 
 def _packed(files: Mapping[str, str | bytes]) -> bytes:

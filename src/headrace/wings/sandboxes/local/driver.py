@@ -112,6 +112,7 @@ class LocalDriver(SandboxDriver):
 
     async def start(self, spec: SandboxSpec) -> LocalSession:
         """Start a session, and make its directory."""
+        self.refuse_closed()
         refuse_invalid(spec)
         if spec.image:
             raise EpisodeError(
@@ -125,9 +126,10 @@ class LocalDriver(SandboxDriver):
 
     async def fork(self, snapshot: SandboxSnapshot) -> LocalSession:
         """Start a session that continues from a snapshot of this driver."""
-        if snapshot.released or not isinstance(snapshot.files, LayerFiles | CopiedFiles):
+        self.refuse_closed()
+        if snapshot.released:
             raise unusable_snapshot()
-        files = snapshot.files
+        files = self._files_of(snapshot)
         layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
         session = await self._begin(snapshot.spec, layers, files.user)
         if isinstance(files, CopiedFiles):
@@ -142,14 +144,24 @@ class LocalDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Free the files of a snapshot, as far as no fork is built on them."""
         if not snapshot.released:
+            files = self._files_of(snapshot)
             snapshot.released = True
-            if isinstance(snapshot.files, LayerFiles):
-                await self.drop(snapshot.files.layers)
-            elif isinstance(snapshot.files, CopiedFiles):
-                snapshot.files.close()
+            if isinstance(files, LayerFiles):
+                await self.drop(files.layers)
+            else:
+                files.close()
+
+    def _files_of(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
+        """Return the files of a snapshot of this driver: layers of another one have the same names. Raises
+        :class:`~headrace.base.errors.EpisodeError` for those of another driver."""
+        files = snapshot.files
+        if not isinstance(files, LayerFiles | CopiedFiles) or files.driver is not self:
+            raise unusable_snapshot()
+        return files
 
     async def close(self) -> None:
         """End the host, and with it all sessions and their files."""
+        self.closed = True
         for session in list(self._sessions):
             session.lose("its driver was closed")
         self._control.close()
@@ -226,8 +238,9 @@ class LocalDriver(SandboxDriver):
 class LayerFiles:
     """The files of a snapshot as layers that nothing writes to any more."""
 
-    def __init__(self, layers: list[str], user: int) -> None:
-        """``layers`` are in order, and ``user`` owns their files."""
+    def __init__(self, driver: LocalDriver, layers: list[str], user: int) -> None:
+        """``layers`` of ``driver`` are in order, and ``user`` owns their files."""
+        self.driver = driver
         self.layers = layers
         self.user = user
 
@@ -237,8 +250,9 @@ class CopiedFiles:
 
     user = 0
 
-    def __init__(self, archive: bytes) -> None:
-        """Keep an archive."""
+    def __init__(self, driver: LocalDriver, archive: bytes) -> None:
+        """Keep an archive of a session of ``driver``."""
+        self.driver = driver
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
         self._file.write(archive)
 
@@ -329,7 +343,7 @@ class LocalSession(SandboxSession):
         new layer."""
         if not self._driver.overlays:
             archive = await self.pack([*NOT_COPIED, *self._driver.readable])
-            return await asyncio.to_thread(CopiedFiles, archive)
+            return await asyncio.to_thread(CopiedFiles, self._driver, archive)
         if len(self._layers) >= MAX_LAYERS:
             raise EpisodeError(
                 f"a line of {MAX_LAYERS} snapshots is as long as the kernel can carry",
@@ -337,7 +351,7 @@ class LocalSession(SandboxSession):
                 reason="session_snapshot",
             )
         await self._disconnect()
-        files = LayerFiles(list(self._layers), self._user)
+        files = LayerFiles(self._driver, list(self._layers), self._user)
         self._driver.keep(files.layers)
         store = self._own_store
         number = sum(layer.startswith(f"{store}/") for layer in self._layers)
