@@ -248,3 +248,69 @@ def test_a_command_that_no_shell_could_get_is_refused(
 def test_an_unknown_kind_of_sandbox_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
         asyncio.run(open_sandboxes("bubblewrapp"))
+
+
+@pytest.mark.parametrize(
+    ("command", "size"),
+    [
+        ("echo -n '" + "\N{GRINNING FACE}" * 24_000 + "' | wc -c", 96_000),
+        ("echo -n '" + "\1" * 99_000 + "' | wc -c", 99_000),
+        ("cat > note <<'EOF'\n" + "日本語テキスト" * 4_700 + "\nEOF\nwc -c < note", 98_701),
+    ],
+    ids=["emoji", "control", "japanese"],
+)
+def test_a_command_is_as_long_as_its_bytes(
+    sandboxes: Sandboxes, session: SandboxSession, command: str, size: int
+) -> None:
+    assert sandboxes(session.run(command)).stdout == f"{size}\n"
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+
+
+def test_long_variables_are_carried_whole(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    fill = "$(head -c {size} /dev/zero | tr '\\0' '{byte}')"
+    sandboxes(session.run(f"export A={fill.format(size=40_000, byte=chr(1))} B={fill.format(size=70_000, byte='b')}"))
+    done = sandboxes(session.run(f"echo ${{#A}} ${{#B}}; export C={fill.format(size=140_000, byte='c')} Z=1; cd /tmp"))
+    assert (done.stdout, done.detail) == ("40000 70000\n", "too long to be given to a program, and lost: C")
+    assert sandboxes(session.run("pwd; echo ${#A} ${#B} ${#C} $Z")).stdout == "/tmp\n40000 70000 0 1\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "code"),
+    [
+        ("trap 'echo bye $?' EXIT; cd /tmp; export A=1; (exit 3)", "bye 3\n", 3),
+        ("set -e; trap 'echo bye $?; exit 7' 0; cd /tmp; export A=1; false; echo not", "bye 1\n", 7),
+        ("set -eE; trap 'echo err' ERR; trap 'echo $?' EXIT; cd /tmp; export A=1; exit 5", "5\n", 5),
+        ("f() { trap 'echo f' EXIT; }; f; (trap 'echo sub' EXIT); cd /tmp; set -a; A=1", "sub\nf\n", 0),
+        ("trap 'echo int' INT; kill -INT $$; trap - EXIT; cd /tmp; export A=1; exit 2", "int\n", 2),
+        ("trap 'echo no' NOSUCH 2> /dev/null || echo $?; cd /tmp; export A=1", "1\n", 0),
+    ],
+)
+def test_traps_of_a_command_cost_it_neither_directory_nor_variables(
+    sandboxes: Sandboxes, session: SandboxSession, command: str, said: str, code: int
+) -> None:
+    done = sandboxes(session.run(command))
+    assert (done.stdout, done.exit_code, done.detail) == (said, code, "")
+    assert sandboxes(session.run("pwd; echo $A")).stdout == "/tmp\n1\n"
+
+
+def test_names_with_line_ends_functions_and_other_bytes_are_carried(
+    sandboxes: Sandboxes, session: SandboxSession
+) -> None:
+    sandboxes(session.run("mkdir $'a\\nb\\n'; cd $'a\\nb\\n'; f() { echo hi; }; export -f f; export U=$'\\xff=\\n'"))
+    done = sandboxes(session.run("f; [[ $PWD == $'/workspace/a\\nb\\n' && $U == $'\\xff=\\n' ]] && echo same"))
+    assert done.stdout == "hi\nsame\n"
+
+
+def test_a_shell_that_was_replaced_says_that_its_state_is_lost(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    done = sandboxes(session.run("cd /tmp; exec cat", stdin=b"last\n"))
+    assert (done.stdout, done.ok) == ("last\n", True)
+    assert "its shell was replaced" in done.detail
+    assert sandboxes(session.run("pwd")).stdout == "/workspace\n"
+
+
+def test_limits_of_one_command_hold_for_it_alone(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    small = replace(LIMITS, cpu_s=1, file_bytes=2048)
+    done = sandboxes(session.run("head -c 5000 /dev/zero > f; wc -c < f", limits=small))
+    assert done.stdout == "2048\n"
+    assert sandboxes(session.run("while :; do :; done", limits=small)).reason is Reason.CPU_TIME
+    assert sandboxes(session.run("head -c 5000 /dev/zero > f; wc -c < f")).stdout == "5000\n"

@@ -50,8 +50,49 @@ PROGRAMS = {
     for name in ("bash", "cat", "mkdir", "tar")
 }
 """The programs that sessions need, by name: where /bin is a link, in the folder that no session can take away."""
-_SHELL_SCRIPT = 'trap \'__=$?; { pwd -P; /usr/bin/env -0; } 2>/dev/null >&99; exit "$__"\' EXIT; eval "$1"'
-"""Run a command, then write the shell's directory and its exported variables to the state pipe."""
+_SHELL_SCRIPT = r"""
+__headrace_tell() {
+  {
+    builtin set +aeux
+    builtin pwd -P && builtin printf '\0'
+    /usr/bin/env -0 || {
+      for __headrace_name in $(__headrace_long); do
+        builtin export -n "$__headrace_name"
+        builtin printf '%s\0' "$__headrace_name"
+      done
+      /usr/bin/env -0
+    } && builtin printf '.\0'
+  } 2> /dev/null >&99
+  builtin exec 99>&-
+  builtin return "$__headrace_status"
+}
+__headrace_long() {
+  LC_ALL=C IFS=$'\n'
+  for __headrace_name in $(builtin compgen -e); do
+    __headrace_value=${!__headrace_name}
+    ((${#__headrace_name} + ${#__headrace_value} < 131071)) || builtin echo "$__headrace_name"
+  done
+}
+trap() {
+  { local -; builtin set +x; } 2> /dev/null
+  builtin trap "$@" || builtin return
+  [[ $BASHPID == "$$" && $# != 0 && $1 != -[lp]* ]] && __headrace_trap
+  builtin return 0
+}
+__headrace_trap() {
+  { local -; builtin set +x; } 2> /dev/null
+  local __headrace_word
+  __headrace_word=$(builtin trap -p EXIT)
+  [[ $__headrace_word == *__headrace_tell* ]] && builtin return
+  builtin eval "set -- $__headrace_word"
+  builtin trap "$__headrace_end"$'\n'"$3" EXIT
+}
+__headrace_end='{ __headrace_status=$?; builtin trap - ERR DEBUG; } 2> /dev/null; __headrace_tell'
+builtin trap "$__headrace_end" EXIT
+builtin eval "$1"
+"""
+"""Run a command, then write to the state pipe: the shell's directory and its exported variables, each with a zero byte at
+its end; the names of variables that no program can be given; a dot. A command's own EXIT trap runs after that."""
 _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 """Variables that every shell sets by itself."""
 
@@ -183,9 +224,9 @@ class SandboxSession(ABC):
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> Finished:
         """Run a command in a shell, and return the result. The next command begins in its directory, with its exported
-        variables.
+        variables; where these could not be carried, as after ``exec``, ``detail`` of the result says so.
 
-        ``limits``, if given, are those of this command: time, output, size of a file.
+        ``limits``, if given, are those of this command: time, output, size of a file, and those of each process.
         """
         if len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES or "\0" in command:
             raise EpisodeError(
@@ -196,8 +237,8 @@ class SandboxSession(ABC):
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
         async with self._running():
             done = await self._execute(argv, stdin, limits or self.spec.limits)
-            self._take_state(done.state)
-        return _finished(done)
+            lost = self._take_state(done.state)
+        return _finished(done, lost if done.reason is Reason.EXITED else "")
 
     async def run_apart(
         self, script: str, *arguments: str, stdin: bytes = b"", limits: SandboxLimits | None = None
@@ -313,15 +354,17 @@ class SandboxSession(ABC):
                 reason="session_file",
             )
 
-    def _take_state(self, state: bytes) -> None:
-        """Take over the directory and the variables that a shell has left. Bytes that no shell of ours would write
-        change nothing: they come from the commands."""
-        directory, found, rest = state.partition(b"\n")
-        if not found or not directory.startswith(b"/"):
-            return
-        pairs = [entry.decode("utf-8", "replace").partition("=") for entry in rest.split(b"\0") if entry]
-        self.directory = directory.decode("utf-8", "replace")
-        self.variables = without_own({name: value for name, _, value in pairs if name})
+    def _take_state(self, state: bytes) -> str:
+        """Take over the directory and the variables that a shell has left, and return what of them is lost; empty if
+        nothing is. Bytes that no shell of ours would write change nothing: they come from the commands."""
+        directory, *entries = state.split(b"\0")
+        if not (directory.startswith(b"/") and directory.endswith(b"\n")) or entries[-2:] != [b".", b""]:
+            return "the next command begins where this one began: its shell was replaced, or could not tell its state"
+        pairs = [entry.decode("utf-8", "surrogateescape").partition("=") for entry in entries[:-2]]
+        self.directory = directory[:-1].decode("utf-8", "surrogateescape")
+        self.variables = without_own({name: value for name, found, value in pairs if name and found})
+        lost = [name for name, found, _ in pairs if not found]
+        return f"too long to be given to a program, and lost: {', '.join(lost)}" if lost else ""
 
     async def __aenter__(self) -> Self:
         """Use the session in the body of ``async with``."""
@@ -385,7 +428,11 @@ class SandboxDriver(ABC):
 
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those that every shell sets by itself."""
-    return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _OWN_VARIABLES and not name.startswith("__headrace_")
+    }
 
 
 def unusable_snapshot() -> EpisodeError:
@@ -463,8 +510,8 @@ def _packed(files: Mapping[str, str | bytes]) -> bytes:
     return buffer.getvalue()
 
 
-def _finished(done: Execution) -> Finished:
-    """Return the result of a command with its outputs as text."""
+def _finished(done: Execution, lost: str) -> Finished:
+    """Return the result of a command with its outputs as text, and what its shell has ``lost``."""
     stdout, stderr = (output.decode("utf-8", "replace") for output in (done.stdout, done.stderr))
     status = done.status
     return Finished(
@@ -474,4 +521,5 @@ def _finished(done: Execution) -> Finished:
         exit_code=status if done.reason is Reason.EXITED else None,
         signal=-status if status is not None and status < 0 else None,
         cpu_s=done.cpu_s,
+        detail=lost,
     )

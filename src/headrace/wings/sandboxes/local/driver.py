@@ -52,6 +52,8 @@ BUFFER_BYTES = 1 << 20
 """The size of buffers between a session and this process."""
 MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
+OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
+"""The limits that the kernel holds each process to, which one command may have of its own."""
 NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace", "/etc/passwd", "/etc/group")
 """Paths that every session has by itself."""
 
@@ -315,6 +317,7 @@ class LocalSession(SandboxSession):
         order = {
             "do": "run", "argv": list(argv), "env": dict(variables), "cwd": directory,
             "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
+            "limits": {name: getattr(limits, name) for name in OF_A_PROCESS},
         }  # fmt: skip
         record, data = await self._call(order, stdin, limits.wall_s + GRACE_S)
         outputs, start = [], 0

@@ -6,7 +6,7 @@
 
 As a program, ``python -I -S -B init.py CONTROL WAY``, it is the first process of a sandbox that another program has
 made, such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it
-are JSON; the supervisor's come with the file descriptors of a command. ``WAY`` is that of the socket through which
+are JSON; the supervisor's come with the file descriptors of a command, the first of which holds what it is. ``WAY`` is that of the socket through which
 listeners go to the client.
 """
 
@@ -31,8 +31,8 @@ else:  # the folders of the two sandboxes, and nothing else of headrace: it star
     import kernel
     import loopback
 
-MESSAGE_BYTES = 1 << 20
-"""The longest message of a supervisor: a command with its environment."""
+MESSAGE_BYTES = 1 << 16
+"""The longest message of a supervisor."""
 STATE_FD = 99
 """The file descriptor to which a shell writes its directory and its variables when it ends."""
 ROUNDS, ROUND_S = 2000, 0.003
@@ -90,7 +90,8 @@ class Init:
             self.tell({"gone": number, "whose": message["whose"]})
             return True
         self._before = present()
-        self._command = self._begin(message, descriptors)
+        body, *streams = descriptors
+        self._command = self._begin(_content(body), streams)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
@@ -107,6 +108,7 @@ class Init:
             os.setsid()
             for target, descriptor in zip((0, 1, 2, STATE_FD), descriptors, strict=True):
                 os.dup2(descriptor, target)
+            self._isolation.order["limits"].update(message["limits"])
             self._isolation.lock()
             if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
                 raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
@@ -156,6 +158,15 @@ class Init:
         """Send a record to the supervisor; if it has gone, nobody needs it."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(record).encode())
+
+
+def _content(descriptor: int) -> dict[str, Any]:
+    """Return the message in a file that the supervisor has written."""
+    parts: list[bytes] = []
+    while part := os.pread(descriptor, 1 << 20, sum(map(len, parts))):
+        parts.append(part)
+    message: dict[str, Any] = json.loads(b"".join(parts))
+    return message
 
 
 def enter_directory(path: str) -> None:

@@ -225,7 +225,7 @@ def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxL
     if reason is Reason.EXITED and status < 0:
         reason = by_signal(-status, cpu_s, limits)
     return Execution(
-        reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state[: 1 << 16]
+        reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state
     )
 
 
