@@ -138,17 +138,14 @@ def test_traps_left_in_the_files_harm_nobody(sandboxes: Sandboxes, session: Sand
 
 
 def test_files_that_cannot_be_copied_are_told_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:
-    sandboxes(session.run("mv /dev /dev2; echo x > shut; chmod 000 shut"))
+    sandboxes(session.run("echo x > shut; chmod 000 shut"))
     if sandboxes.kind != "bubblewrap":  # which alone copies by tar as a user without rights
         sandboxes(sandboxes.driver.release(sandboxes(session.snapshot())))
         return
     with pytest.raises(EpisodeError, match="shut: Cannot open: Permission denied"):
         sandboxes(session.snapshot())
     sandboxes(session.run("rm -f shut"))
-    snapshot = sandboxes(session.snapshot())
-    with pytest.raises(EpisodeError, match="Cannot mknod: Operation not permitted"):
-        sandboxes(sandboxes.driver.fork(snapshot))
-    sandboxes(sandboxes.driver.release(snapshot))
+    sandboxes(sandboxes.driver.release(sandboxes(session.snapshot())))
 
 
 def test_a_snapshot_of_another_driver_is_refused_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:

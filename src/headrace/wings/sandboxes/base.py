@@ -255,7 +255,8 @@ class SandboxSession(ABC):
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
-            done = await self._execute([self.programs["cat"], "--", path], b"", limits)
+            argv = [self.programs["cat"], "--", path]  # without the shell's variables, which may preload a library
+            done = await self.execute(argv, stdin=b"", directory=self.directory, variables=ENVIRONMENT, limits=limits)
         if done.status != 0:
             text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
             raise EpisodeError(

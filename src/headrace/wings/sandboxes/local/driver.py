@@ -54,7 +54,7 @@ MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
 OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
 """The limits that the kernel holds each process to, which one command may have of its own."""
-NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace", "/etc/passwd", "/etc/group")
+NOT_COPIED = ("/proc", "/sys", "/.headrace")
 """Paths that every session has by itself."""
 
 
@@ -73,6 +73,8 @@ class LocalDriver(SandboxDriver):
         self._sessions: set[LocalSession] = set()
         self.readable = readable
         """What sessions can read of this machine."""
+        self.fixed: list[str] = []
+        """Folders that every session has by itself and cannot change."""
         self.missing: Mapping[str, str] = {}
 
     @classmethod
@@ -104,7 +106,7 @@ class LocalDriver(SandboxDriver):
                 f"sandboxes of kind {kind!r} cannot be made here: {hello.get('error', 'the host has ended')}",
                 remedy="allow user namespaces to this user, or choose another kind",
             )
-        driver.missing = hello["missing"]
+        driver.missing, driver.fixed = hello["missing"], hello["fixed"]
         return driver
 
     @property
@@ -345,7 +347,7 @@ class LocalSession(SandboxSession):
         """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another one on a
         new layer."""
         if not self._driver.overlays:
-            archive = await self.pack([*NOT_COPIED, *self._driver.readable])
+            archive = await self.pack([*NOT_COPIED, *self._driver.fixed, *self._driver.readable])
             return await asyncio.to_thread(CopiedFiles, self._driver, archive)
         if len(self._layers) >= MAX_LAYERS:
             raise EpisodeError(
