@@ -237,7 +237,7 @@ def test_a_description_that_cannot_work_is_refused_by_name(sandboxes: Sandboxes,
         sandboxes(sandboxes.driver.start(spec))
 
 
-@pytest.mark.parametrize("command", ["x" * 200_000, "echo \0"])
+@pytest.mark.parametrize("command", ["x" * 200_000, "echo \0", "echo \ud800"])
 def test_a_command_that_no_shell_could_get_is_refused(
     sandboxes: Sandboxes, long_session: SandboxSession, command: str
 ) -> None:
@@ -314,3 +314,29 @@ def test_limits_of_one_command_hold_for_it_alone(sandboxes: Sandboxes, session: 
     assert done.stdout == "2048\n"
     assert sandboxes(session.run("while :; do :; done", limits=small)).reason is Reason.CPU_TIME
     assert sandboxes(session.run("head -c 5000 /dev/zero > f; wc -c < f")).stdout == "5000\n"
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    sandboxes(session.run("for f in tool secret; do echo old > $f; done; chmod 755 tool; chmod 600 secret"))
+    sandboxes(session.write({"tool": "echo new\n", "secret": "new", "run": "#!/bin/sh\n", "plain": "x"}))
+    sandboxes(session.write({"secret": "#!/bin/sh\necho ran\n"}))
+    look = "stat -c '%a %n' tool secret run plain; bash ./tool; cat secret"
+    assert sandboxes(session.run(look)).stdout == (
+        "755 tool\n711 secret\n755 run\n644 plain\nnew\n#!/bin/sh\necho ran\n"
+    )
+    many = {f"many/{number}": str(number) for number in range(450)}
+    sandboxes(session.write(many))
+    assert sandboxes(session.run("cat many/* | wc -c; ls many | wc -l")).stdout == "1240\n450\n"
+
+
+@pytest.mark.parametrize("files", [{"nul\0x": "1"}, {"\ud800": "1"}, {"text": "\ud800"}])
+def test_files_with_names_or_texts_that_cannot_be_are_refused_by_name(
+    sandboxes: Sandboxes, long_session: SandboxSession, files: dict[str, str]
+) -> None:
+    with pytest.raises(EpisodeError) as error:
+        sandboxes(long_session.write(files))
+    assert error.value.reason == "session_file"
+    if "text" not in files:
+        with pytest.raises(EpisodeError) as error:
+            sandboxes(long_session.read(*files))
+        assert error.value.reason == "session_file"

@@ -97,6 +97,24 @@ _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 """Variables that every shell sets by itself."""
 
 
+_WRITE_SCRIPT = r"""
+tar=$1 kept=()
+shift
+while (($#)); do
+  [[ -f $2 && ! -L $2 ]] && kept+=("$(stat -c %a -- "$2")$1" "$2")
+  shift 2
+done
+"$tar" -m --no-overwrite-dir -xf - -C / || exit
+for ((i = 0; i < ${#kept[@]}; i += 2)); do
+  chmod -- "${kept[i]%x}" "${kept[i + 1]}"
+  [[ ${kept[i]} != *x ]] || chmod -- +x "${kept[i + 1]}"
+done
+"""
+"""Unpack an archive of files; those that were there keep their modes, and those after ``x`` can be executed, too."""
+FILES_AT_ONCE = 200
+"""The most files that are written at once: their paths are arguments."""
+
+
 class SessionEnded(EpisodeError):
     """The error of a call to a session that has ended, whatever ended it."""
 
@@ -228,10 +246,11 @@ class SandboxSession(ABC):
 
         ``limits``, if given, are those of this command: time, output, size of a file, and those of each process.
         """
-        if len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES or "\0" in command:
+        if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
                 f"a command of {len(command)} characters cannot be given to a shell",
-                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes and without zero bytes: write a file and run that",
+                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: write a "
+                "file and run that",
                 reason="session_command",
             )
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
@@ -253,6 +272,7 @@ class SandboxSession(ABC):
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file, whose path may be relative to the directory. Raises
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
+        _refuse_path(path)
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
             argv = [self.programs["cat"], "--", path]  # without the shell's variables, which may preload a library
@@ -267,11 +287,32 @@ class SandboxSession(ABC):
         return done.stdout
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
-        """Write files, by their paths; folders are made. A file that begins with ``#!`` can be executed. Raises
+        """Write files, by their paths; folders are made. A file that is there keeps its mode, and one that begins with
+        ``#!`` can be executed. Raises
         :class:`~headrace.base.errors.EpisodeError` if one cannot be written."""
-        paths = {posixpath.normpath(posixpath.join(self.directory, path)): files[path] for path in files}
+        for path in files:
+            _refuse_path(path)
+        contents = [
+            (posixpath.normpath(posixpath.join(self.directory, path)), _content(path, files[path])) for path in files
+        ]
         async with self._running():
-            await self._unpack(_packed(paths), "/", extra=())
+            for start in range(0, len(contents), FILES_AT_ONCE):
+                await self._write(contents[start : start + FILES_AT_ONCE])
+
+    async def _write(self, files: Sequence[tuple[str, bytes]]) -> None:
+        """Write files by their full paths."""
+        words = [word for path, data in files for word in ("x" if data.startswith(b"#!") else "", path)]
+        argv = [
+            self.programs["bash"],
+            "--norc",
+            "--noprofile",
+            "-c",
+            _WRITE_SCRIPT,
+            "bash",
+            self.programs["tar"],
+            *words,
+        ]
+        await self._pass_archive(argv, _packed(files))
 
     async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
         """Return a snapshot of the files and of the shell. Processes in the background are not part of it: the call is
@@ -346,7 +387,11 @@ class SandboxSession(ABC):
     async def _unpack(self, archive: bytes, directory: str, *, extra: Sequence[str]) -> None:
         """Write the files of a tar archive below a directory. Raises :class:`~headrace.base.errors.EpisodeError` if
         that fails, with the words of tar."""
-        argv = [self.programs["tar"], *(extra or ["-m", "--no-overwrite-dir"]), "-xf", "-", "-C", directory]
+        await self._pass_archive([self.programs["tar"], *extra, "-xf", "-", "-C", directory], archive)
+
+    async def _pass_archive(self, argv: Sequence[str], archive: bytes) -> None:
+        """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if it
+        fails."""
         done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             raise EpisodeError(
@@ -454,7 +499,9 @@ def refuse_invalid(spec: SandboxSpec) -> None:
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
         )
     if not 0 < spec.life_s < MAX_LIFE_S:  # also where it is no number
-        raise ConfigError(f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}")
+        raise ConfigError(
+            f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}"
+        )
     if not math.isfinite(limits.wall_s):
         raise ConfigError(f"limits.wall_s={limits.wall_s} is no time", remedy="set it to a number of seconds")
     if not spec.directory.startswith("/"):
@@ -499,12 +546,35 @@ def _encoded(text: str) -> bytes:
     return text.encode("utf-8", "surrogateescape")
 
 
-def _packed(files: Mapping[str, str | bytes]) -> bytes:
+def _refuse_path(path: str) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a path that no file can have."""
+    if not _is_clean(path):
+        raise EpisodeError(
+            f"the path {path!r} is none of a file",
+            remedy="give paths of UTF-8 without zero bytes and lone surrogates",
+            reason="session_file",
+        )
+
+
+def _content(path: str, content: str | bytes) -> bytes:
+    """Return the content of the file ``path`` as bytes."""
+    if isinstance(content, bytes):
+        return content
+    try:
+        return _encoded(content)
+    except UnicodeEncodeError as error:
+        raise EpisodeError(
+            f"the text of the file {path!r} cannot be written: {error}",
+            remedy="give texts without lone surrogates, or bytes",
+            reason="session_file",
+        ) from None
+
+
+def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
     """Return files by their full paths as a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, content in files.items():
-            data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+        for path, data in files:
             member = tarfile.TarInfo(path.lstrip("/"))
             member.size, member.mode = len(data), 0o755 if data.startswith(b"#!") else 0o644
             archive.addfile(member, io.BytesIO(data))

@@ -61,10 +61,11 @@ class SandboxHost:
 
     def prepare(self) -> None:
         """Try every guard, and mount the place for the files. Raises ``OSError`` where sessions are impossible."""
-        if os.getuid() != 0:
-            self.missing["user"] = "only root can start a process as another user"
-        if os.getuid() != 0:
-            user_namespace.enter()
+        if os.getuid() != 0 or not processes.succeeds(_use_rights):
+            self.missing["user"] = "only root with all rights can start a process as another user"
+            user_namespace.enter(
+                FIRST_USER if os.getuid() == 0 else None
+            )  # where it is no root: sessions are not either
         self._layers = root.Layers(self._order["readable"])
         if self._bwrap:
             self._layers.show_machine({"local": HERE, "sandbox": self._order["sandbox"]})
@@ -200,9 +201,7 @@ class SandboxHost:
         os.setsid()
         _silence()
         if order["user"] != os.getuid():
-            os.setgroups([])
-            os.setresgid(order["user"], order["user"], order["user"])
-            os.setresuid(order["user"], order["user"], order["user"])
+            _become(order["user"])
         control.set_inheritable(True)
         os.set_inheritable(order["way"], True)
         names = {name: _file_of(text) for name, text in init.names(order["user"]).items()}
@@ -223,18 +222,35 @@ class SandboxHost:
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            os.dup2(write_end, 2)
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
-                os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
-            words = self._bubblewrap(1 << 20, {})
-            os.execve(words[0], [*words, "-c", ""], {})
+            try:
+                os.dup2(write_end, 2)
+                if os.getuid() == 0:
+                    _become(FIRST_USER)
+                words = self._bubblewrap(1 << 20, {})
+                os.execve(words[0], [*words, "-c", ""], {})
+            except OSError as error:
+                os.write(2, str(error).encode())
+            finally:
+                os._exit(1)
         os.close(write_end)
         with os.fdopen(read_end, "rb") as report:
             text = report.read().decode("utf-8", "replace")
         if os.waitpid(pid, 0)[1]:
             raise OSError(f"bubblewrap cannot make a sandbox here: {text.strip()[-300:]}")
+
+
+def _become(user: int) -> None:
+    """Become another user, for good."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _use_rights() -> None:
+    """Do what root does for a session: mount, and become another user. Raises ``OSError`` where root has no such rights,
+    as in some containers."""
+    jail.own_mounts()
+    _become(FIRST_USER)
 
 
 def _file_of(text: str) -> int:

@@ -182,8 +182,7 @@ def enter_directory(path: str) -> None:
 
 
 def names(user: int) -> dict[str, str]:
-    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names: programs ask for both.
-    """
+    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names: programs ask for both."""
     return {
         "passwd": f"agent:x:{user}:{user}::/tmp:/bin/bash\n",
         "group": f"agent:x:{user}:\n",

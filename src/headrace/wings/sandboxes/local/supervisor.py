@@ -196,7 +196,7 @@ class SessionSupervisor:
 
     def _wait_ms(self) -> int:
         """Return how long the supervisor may wait for an event before it looks at the limits."""
-        busy = self._command is not None or next(processes.descendants(self._init_pid), None) is not None
+        busy = self._command is not None or bool(self._others())
         left_s = (self._until_s if self._command is None else min(self._until_s, self._command.until_s)) - now_s()
         return max(0, min(POLL_MS if busy else IDLE_MS, int(left_s * 1000) + 1))
 
