@@ -178,11 +178,11 @@ SYSTEM = {
     "the names of users": "rm -f /etc/passwd; echo evil >> /etc/passwd",
     "another /etc": "mv /etc /etc2; rm -rf /etc; ln -sfn /tmp /etc",
     "other programs": "mkdir -p /tmp/evil; ln -sfn /tmp/evil /bin; mv /bin /bin2; rm -f /bin; touch /bin/evil",
-    "other libraries": "mv /lib /lib2; rm -f /lib; mv /lib64 /lib65; rm -f /lib64; ln -sfn /tmp /lib64; touch /lib/evil",
+    "other libraries": "mv /lib /lib2; rm -f /lib; rm -f /lib64; ln -sfn /tmp /lib64; touch /lib/x.evil",
     "other programs of the administrator": "rm -f /sbin; mv /sbin /sbin2; touch /sbin/evil",
     "other devices": "mv /dev /dev2; rm -f /dev/null /dev/fd; ln -sfn /tmp /dev/shm; touch /dev/evil",
-    "another Python": f"top={sys.prefix}; while test $top != /; do mv $top $top.evil; touch $top/evil; top=${{top%/*}}; "
-    "test $top || top=/; done; touch -c /",
+    "another Python": f"top={sys.prefix}; while test $top != /; do mv $top $top.evil; "
+    "touch $top/evil; top=${top%/*}; test $top || top=/; done; touch -c /",
 }  # fmt: skip
 """Commands that would have the system's programs, or what the loader and shells read, be the session's own."""
 
@@ -192,7 +192,8 @@ SYSTEM = {
 def test_the_system_cannot_be_replaced(sandboxes: Sandboxes, command: str, how: str) -> None:
     look = (
         "ls -d /etc /bin /lib /lib64 /sbin /usr /dev; ls -A /etc /dev; cut -d: -f1 /etc/passwd; "
-        f"readlink -f /bin/cat /lib64 /dev/shm; {sys.executable} -c 'print(1)'; find / -xdev -name '*evil*' ! -path '/tmp/*'"
+        f"readlink -f /bin/cat /lib64 /dev/shm; {sys.executable} -c 'print(1)'; "
+        "find / -xdev -name '*evil*' ! -path '/tmp/*'"
     )
     session = sandboxes.start()
     before = sandboxes(session.run(look)).stdout
@@ -214,7 +215,8 @@ def test_the_system_cannot_be_replaced(sandboxes: Sandboxes, command: str, how: 
     [
         "export BASH_ENV=/tmp/evil ENV=/tmp/evil; echo 'echo evil' > /tmp/evil",
         "echo 'echo evil' | tee /tmp/.bashrc /tmp/.profile /tmp/.bash_profile",
-        "mkdir /tmp/bin; printf '#!/bin/sh\\necho evil' > /tmp/bin/cat; chmod +x /tmp/bin/cat; export PATH=/tmp/bin:$PATH",
+        "mkdir /tmp/bin; printf '#!/bin/sh\\necho evil' > /tmp/bin/cat; chmod +x /tmp/bin/cat; "
+        "export PATH=/tmp/bin:$PATH",
         "export LD_PRELOAD=/tmp/evil.so LD_LIBRARY_PATH=/tmp; cat() { echo evil; }; export -f cat",
     ],
     ids=["BASH_ENV", "bashrc", "PATH", "exported"],

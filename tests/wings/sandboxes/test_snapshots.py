@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import EpisodeError
-from headrace.wings.sandboxes import SandboxSession, SandboxSpec, open_sandboxes
+from headrace.wings.sandboxes import SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes
 from tests.wings.sandboxes.conftest import Sandboxes, any_sandboxes
 
 sandboxes = any_sandboxes
@@ -151,18 +151,21 @@ def test_files_that_cannot_be_copied_are_told_by_name(sandboxes: Sandboxes, sess
 def test_a_snapshot_of_another_driver_is_refused_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:
     """Its files may carry the names of those of other sessions."""
 
+    async def refused(foreign: SandboxSnapshot) -> None:
+        for call in (sandboxes.driver.fork(foreign), sandboxes.driver.release(foreign)):
+            with pytest.raises(EpisodeError, match="is one of another driver") as error:
+                await call
+            assert error.value.reason == "session_snapshot"
+
     async def body() -> None:
         async with await open_sandboxes(sandboxes.kind, (), sandboxes.options) as driver:
-            async with await driver.start(SandboxSpec()) as other:
-                await other.write({"who": "the other driver's"})
-                foreign = await other.snapshot()
-                for call in (sandboxes.driver.fork(foreign), sandboxes.driver.release(foreign)):
-                    with pytest.raises(EpisodeError, match="is one of another driver") as error:
-                        await call
-                    assert error.value.reason == "session_snapshot"
-                async with await driver.fork(foreign) as fork:  # the refused release has released nothing
-                    assert await fork.read("who") == b"the other driver's"
-                await driver.release(foreign)
+            other = await driver.start(SandboxSpec())
+            await other.write({"who": "the other driver's"})
+            foreign = await other.snapshot()
+            await refused(foreign)
+            fork = await driver.fork(foreign)  # the refused release has released nothing
+            assert await fork.read("who") == b"the other driver's"
+            await driver.release(foreign)
 
     sandboxes(session.write({"who": "of this driver"}))
     snapshot = sandboxes(session.snapshot())

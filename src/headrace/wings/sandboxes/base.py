@@ -91,8 +91,8 @@ __headrace_end='{ __headrace_status=$?; builtin trap - ERR DEBUG; } 2> /dev/null
 builtin trap "$__headrace_end" EXIT
 builtin eval "$1"
 """
-"""Run a command, then write to the state pipe: the shell's directory and its exported variables, each with a zero byte at
-its end; the names of variables that no program can be given; a dot. A command's own EXIT trap runs after that."""
+"""Run a command, then write to the state pipe: the shell's directory and its exported variables, each with a zero byte
+at its end; the names of variables that no program can be given; a dot. A command's own EXIT trap runs after that."""
 _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 """Variables that every shell sets by itself."""
 
@@ -249,8 +249,8 @@ class SandboxSession(ABC):
         if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
                 f"a command of {len(command)} characters cannot be given to a shell",
-                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: write a "
-                "file and run that",
+                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: write "
+                "a file and run that",
                 reason="session_command",
             )
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
@@ -390,8 +390,8 @@ class SandboxSession(ABC):
         await self._pass_archive([self.programs["tar"], *extra, "-xf", "-", "-C", directory], archive)
 
     async def _pass_archive(self, argv: Sequence[str], archive: bytes) -> None:
-        """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if it
-        fails."""
+        """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if
+        it fails."""
         done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             raise EpisodeError(

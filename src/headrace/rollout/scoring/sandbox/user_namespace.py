@@ -25,8 +25,8 @@ else:  # its own folder, and nothing else of headrace: it starts in milliseconds
 
 def enter(number: int | None = None) -> None:
     """Enter a new user namespace in which every user and group has its outer number; with ``number``, this user and its
-    group are the only ones, and have that number. Raises ``OSError`` if the kernel refuses. Only root may map more users
-    than itself, and has to do so from outside, in a helper process."""
+    group are the only ones, and have that number. Raises ``OSError`` if the kernel refuses. Only root may map more
+    users than itself, and has to do so from outside, in a helper process."""
     if os.getuid() != 0 or number is not None:
         user, group = os.getuid(), os.getgid()
         inner_user, inner_group = (user, group) if number is None else (number, number)

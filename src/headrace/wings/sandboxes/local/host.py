@@ -247,8 +247,8 @@ def _become(user: int) -> None:
 
 
 def _use_rights() -> None:
-    """Do what root does for a session: mount, and become another user. Raises ``OSError`` where root has no such rights,
-    as in some containers."""
+    """Do what root does for a session: mount, and become another user. Raises ``OSError`` where root has no such
+    rights, as in some containers."""
     jail.own_mounts()
     _become(FIRST_USER)
 

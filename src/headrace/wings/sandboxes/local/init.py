@@ -6,8 +6,8 @@
 
 As a program, ``python -I -S -B init.py CONTROL WAY``, it is the first process of a sandbox that another program has
 made, such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it
-are JSON; the supervisor's come with the file descriptors of a command, the first of which holds what it is. ``WAY`` is that of the socket through which
-listeners go to the client.
+are JSON; the supervisor's come with the file descriptors of a command, the first of which holds what it is. ``WAY`` is
+that of the socket through which listeners go to the client.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def enter_directory(path: str) -> None:
 
 
 def names(user: int) -> dict[str, str]:
-    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names: programs ask for both."""
+    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names, which programs ask for."""
     return {
         "passwd": f"agent:x:{user}:{user}::/tmp:/bin/bash\n",
         "group": f"agent:x:{user}:\n",

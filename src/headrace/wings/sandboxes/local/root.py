@@ -37,7 +37,7 @@ LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd
 
 
 WRITABLE = ("/", "/tmp")
-"""Folders of the skeleton in which a session may make files. What the skeleton has in them cannot be moved or written."""
+"""Folders of the skeleton in which a session may make files. What the skeleton has in them is fixed."""
 
 
 class Layers:
@@ -52,7 +52,7 @@ class Layers:
         kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
         self.readable = readable
         self.fixed = sorted({_outermost(path) for path in (*readable, "/etc/x", "/dev/x")} - set(readable))
-        """Folders that hold places of the machine's paths. They are mounts, which nobody in the session can move, and are
+        """Folders that hold places of the machine's paths. They are mounts, which nobody in the session can move, and
         read-only: the session's own user may own them."""
         self._programs: list[str] = []
         self.overlays = True
@@ -133,7 +133,8 @@ class Layers:
 
     def enter(self, layers: list[str], names: dict[str, str]) -> None:
         """Make the layers the root of this process, which is the first of its session; the last of them is written to.
-        ``names`` are files of /etc by their content. Raises ``OSError`` where the kernel refuses, or where the session has damaged the places of its mounts."""
+        ``names`` are files of /etc by their content. Raises ``OSError`` where the kernel refuses, or where the session
+        has damaged the places of its mounts."""
         jail.own_mounts()
         root = f"{self.place}/root"
         self._mount_files(layers, root)

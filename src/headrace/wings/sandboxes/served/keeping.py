@@ -118,8 +118,8 @@ class KeepingDriver(SandboxDriver):
             await self._drop(files.below)
 
     def _files_of(self, snapshot: SandboxSnapshot) -> KeptFiles:
-        """Return the files of a snapshot of this driver. Raises :class:`~headrace.base.errors.EpisodeError` for those of
-        another one."""
+        """Return the files of a snapshot of this driver. Raises :class:`~headrace.base.errors.EpisodeError` for those
+        of another one."""
         files = snapshot.files
         if not isinstance(files, KeptFiles) or files.driver is not self:
             raise unusable_snapshot()
