@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 
 from headrace.base.errors import EnvError
 from headrace.wings.sandboxes import SandboxSpec, SessionEnded, open_sandboxes
+from headrace.wings.sandboxes.local import supervisor
 from tests.wings.sandboxes.conftest import KINDS, Sandboxes
 
 CLIENT = """
@@ -177,13 +179,45 @@ asyncio.run(open_sandboxes(sys.argv[1]))
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_host_without_namespaces_is_refused_by_name(kind: str) -> None:
-    if os.getuid() != 0 or shutil.which("setpriv") is None or shutil.which("bwrap") is None:
-        pytest.skip("only root can give a right away for a test")
-    without = ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin", sys.executable, "-c"]
-    program = f"open('/proc/sys/user/max_user_namespaces').read()\n{WITHOUT_NAMESPACES}"
-    done = subprocess.run([*without, program, kind], capture_output=True, text=True, check=False)
-    assert f"sandboxes of kind '{kind}' cannot be made here: unshare: Operation not permitted" in done.stderr
+    if os.getuid() != 0 or shutil.which("bwrap") is None:
+        pytest.skip("only root can take namespaces away for a test")
+    program = f"open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n{WITHOUT_NAMESPACES}"
+    within = ["unshare", "--user", "--map-root-user", sys.executable, "-c", program, kind]
+    done = subprocess.run(within, capture_output=True, text=True, check=False)
+    assert f"sandboxes of kind '{kind}' cannot be made here: unshare: No space left on device" in done.stderr
     assert "remedy: allow user namespaces" in done.stderr
+    assert done.stderr.count("Traceback") == 1  # that of this program, and none of the host
+
+
+LITTLE_ROOT = """
+import asyncio, sys
+from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
+
+async def main():
+    async with await open_sandboxes(sys.argv[1]) as driver:
+        session = await driver.start(SandboxSpec())
+        print(sorted(driver.missing))
+        print((await session.run("id -un; grep -c 'CapEff.*0000000000000000' /proc/self/status; mkdir d")).stdout)
+        fork = await driver.fork(await session.snapshot())
+        print((await fork.run("rmdir d && mkdir d && ls; echo x > /etc/x || ln -sfn /tmp /bin || echo kept")).stdout)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("without", ["users", "rights"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_root_of_few_rights_has_the_sessions_of_a_plain_user(kind: str, without: str) -> None:
+    if os.getuid() != 0 or shutil.which("setpriv") is None or shutil.which("bwrap") is None:
+        pytest.skip("only root can give rights away for a test")
+    words = {
+        "users": ["unshare", "--user", "--map-root-user"],
+        "rights": ["setpriv", "--bounding-set=-sys_admin", "--inh-caps=-sys_admin"],
+    }
+    within = [*words[without], sys.executable, "-c", LITTLE_ROOT, kind]
+    done = subprocess.run(within, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.stdout.split() == ["['user']", "agent", "1", "d", "kept"]
 
 
 PLAIN_USER = """
@@ -252,3 +286,17 @@ def test_what_a_session_may_read_it_cannot_write_whoever_else_could(sandboxes: S
 
     sandboxes(body())
     assert [path.read_text() for path in tmp_path.iterdir()] == ["as it was"]
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_session_without_processes_is_looked_at_once_a_second(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bubblewrap has a process of its own before those of the commands."""
+    order = {"programs_before": before, "life_s": 60.0, "limits": {"processes": 8}}
+    channel, other_end = socket.socketpair()
+    with channel, other_end:
+        watching = supervisor.SessionSupervisor(order, channel)
+        for number, wait_ms in ((before, supervisor.IDLE_MS), (before + 1, supervisor.POLL_MS)):
+            monkeypatch.setattr(supervisor.processes, "descendants", lambda _, found=number: iter(range(found)))
+            assert watching._wait_ms() == wait_ms
+        watching._control.close()
+        watching._other_end.close()

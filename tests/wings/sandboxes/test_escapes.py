@@ -169,3 +169,62 @@ def test_packages_threads_and_event_loops_work_all_the_same(sandboxes: Sandboxes
     assert sandboxes.python(long_session, code).stdout == "3\n"
     assert sandboxes(long_session.run(f"{sys.executable} -c 'import tempfile; print(tempfile.gettempdir())'")).ok
     assert sandboxes(long_session.run("diff <(echo a) <(echo a) && echo x > /dev/stdout")).stdout == "x\n"
+
+
+SYSTEM = {
+    "a preloaded library": "echo /tmp/evil.so > /etc/ld.so.preload",
+    "the loader's cache": "rm -f /etc/ld.so.cache; mv /etc/ld.so.cache /tmp/",
+    "a profile": "echo 'echo evil' > /etc/profile; mkdir /etc/profile.d",
+    "the names of users": "rm -f /etc/passwd; echo evil >> /etc/passwd",
+    "another /etc": "mv /etc /etc2; rm -rf /etc; ln -sfn /tmp /etc",
+    "other programs": "mkdir -p /tmp/evil; ln -sfn /tmp/evil /bin; mv /bin /bin2; rm -f /bin; touch /bin/evil",
+    "other libraries": "mv /lib /lib2; rm -f /lib; rm -f /lib64; ln -sfn /tmp /lib64; touch /lib/x.evil",
+    "other programs of the administrator": "rm -f /sbin; mv /sbin /sbin2; touch /sbin/evil",
+    "other devices": "mv /dev /dev2; rm -f /dev/null /dev/fd; ln -sfn /tmp /dev/shm; touch /dev/evil",
+    "another Python": f"top={sys.prefix}; while test $top != /; do mv $top $top.evil; "
+    "touch $top/evil; top=${top%/*}; test $top || top=/; done; touch -c /",
+}  # fmt: skip
+"""Commands that would have the system's programs, or what the loader and shells read, be the session's own."""
+
+
+@pytest.mark.parametrize("how", ["session", "fork"])
+@pytest.mark.parametrize("command", SYSTEM.values(), ids=SYSTEM)
+def test_the_system_cannot_be_replaced(sandboxes: Sandboxes, command: str, how: str) -> None:
+    look = (
+        "ls -d /etc /bin /lib /lib64 /sbin /usr /dev; ls -A /etc /dev; cut -d: -f1 /etc/passwd; "
+        f"readlink -f /bin/cat /lib64 /dev/shm; {sys.executable} -c 'print(1)'; "
+        "find / -xdev -name '*evil*' ! -path '/tmp/*'"
+    )
+    session = sandboxes.start()
+    before = sandboxes(session.run(look)).stdout
+    assert before.endswith("1\n")
+    if how == "fork":
+        snapshot = sandboxes(session.snapshot())
+        sandboxes(session.stop())
+        session = sandboxes(sandboxes.driver.fork(snapshot))
+        sandboxes(sandboxes.driver.release(snapshot))
+    sandboxes(session.run(command))
+    assert sandboxes(session.run(look)).stdout == before
+    sandboxes(session.run("mkdir /app /logs; echo fine > /app/file; echo fine > /tmp/file"))
+    assert sandboxes(session.run("cat /app/file /tmp/file")).stdout == "fine\nfine\n"
+    sandboxes(session.stop())
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "export BASH_ENV=/tmp/evil ENV=/tmp/evil; echo 'echo evil' > /tmp/evil",
+        "echo 'echo evil' | tee /tmp/.bashrc /tmp/.profile /tmp/.bash_profile",
+        "mkdir /tmp/bin; printf '#!/bin/sh\\necho evil' > /tmp/bin/cat; chmod +x /tmp/bin/cat; "
+        "export PATH=/tmp/bin:$PATH",
+        "export LD_PRELOAD=/tmp/evil.so LD_LIBRARY_PATH=/tmp; cat() { echo evil; }; export -f cat",
+    ],
+    ids=["BASH_ENV", "bashrc", "PATH", "exported"],
+)
+def test_what_an_agent_leaves_in_its_shell_does_not_reach_scripts_and_files_of_the_driver(
+    sandboxes: Sandboxes, session: SandboxSession, left: str
+) -> None:
+    sandboxes(session.run(f"echo good > note; {left}"))
+    done = sandboxes(session.run_apart("cat /workspace/note; env | grep -c -e evil -e /tmp/bin"))
+    assert (done.stdout, done.stderr) == (b"good\n0\n", b"")
+    assert sandboxes(session.read("note")) == b"good\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 
 import pytest
@@ -223,6 +224,12 @@ def test_a_cancelled_call_ends_its_session_and_no_other(sandboxes: Sandboxes, se
         (SandboxSpec(directory="here"), "'here' is not a full path"),
         (SandboxSpec(directory="/proc/new"), "'/proc/new' of a session cannot be made"),
         (SandboxSpec(variables={"A=B": "1"}), "'A=B'"),
+        (SandboxSpec(life_s=math.nan), "life_s=nan"),
+        (SandboxSpec(life_s=math.inf), "life_s=inf"),
+        (SandboxSpec(limits=replace(LIMITS, wall_s=math.nan)), "limits.wall_s=nan"),
+        (SandboxSpec(variables={"A": 1}), "variables\\['A'\\]=1 is no text"),  # type: ignore[dict-item]
+        (SandboxSpec(variables={"A": "x" * 131_072}), "'A'.*which no program can be given"),
+        (SandboxSpec(variables={"A": "\ud800"}), "'A'.*cannot be set"),
     ],
 )
 def test_a_description_that_cannot_work_is_refused_by_name(sandboxes: Sandboxes, spec: SandboxSpec, words: str) -> None:
@@ -230,7 +237,7 @@ def test_a_description_that_cannot_work_is_refused_by_name(sandboxes: Sandboxes,
         sandboxes(sandboxes.driver.start(spec))
 
 
-@pytest.mark.parametrize("command", ["x" * 200_000, "echo \0"])
+@pytest.mark.parametrize("command", ["x" * 200_000, "echo \0", "echo \ud800"])
 def test_a_command_that_no_shell_could_get_is_refused(
     sandboxes: Sandboxes, long_session: SandboxSession, command: str
 ) -> None:
@@ -241,3 +248,95 @@ def test_a_command_that_no_shell_could_get_is_refused(
 def test_an_unknown_kind_of_sandbox_is_refused_with_the_nearest_name() -> None:
     with pytest.raises(ConfigError, match="did you mean 'bubblewrap'"):
         asyncio.run(open_sandboxes("bubblewrapp"))
+
+
+@pytest.mark.parametrize(
+    ("command", "size"),
+    [
+        ("echo -n '" + "\N{GRINNING FACE}" * 24_000 + "' | wc -c", 96_000),
+        ("echo -n '" + "\1" * 99_000 + "' | wc -c", 99_000),
+        ("cat > note <<'EOF'\n" + "日本語テキスト" * 4_700 + "\nEOF\nwc -c < note", 98_701),
+    ],
+    ids=["emoji", "control", "japanese"],
+)
+def test_a_command_is_as_long_as_its_bytes(
+    sandboxes: Sandboxes, session: SandboxSession, command: str, size: int
+) -> None:
+    assert sandboxes(session.run(command)).stdout == f"{size}\n"
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+
+
+def test_long_variables_are_carried_whole(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    fill = "$(head -c {size} /dev/zero | tr '\\0' '{byte}')"
+    sandboxes(session.run(f"export A={fill.format(size=40_000, byte=chr(1))} B={fill.format(size=70_000, byte='b')}"))
+    done = sandboxes(session.run(f"echo ${{#A}} ${{#B}}; export C={fill.format(size=140_000, byte='c')} Z=1; cd /tmp"))
+    assert (done.stdout, done.detail) == ("40000 70000\n", "too long to be given to a program, and lost: C")
+    assert sandboxes(session.run("pwd; echo ${#A} ${#B} ${#C} $Z")).stdout == "/tmp\n40000 70000 0 1\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "said", "code"),
+    [
+        ("trap 'echo bye $?' EXIT; cd /tmp; export A=1; (exit 3)", "bye 3\n", 3),
+        ("set -e; trap 'echo bye $?; exit 7' 0; cd /tmp; export A=1; false; echo not", "bye 1\n", 7),
+        ("set -eE; trap 'echo err' ERR; trap 'echo $?' EXIT; cd /tmp; export A=1; exit 5", "5\n", 5),
+        ("f() { trap 'echo f' EXIT; }; f; (trap 'echo sub' EXIT); cd /tmp; set -a; A=1", "sub\nf\n", 0),
+        ("trap 'echo int' INT; kill -INT $$; trap - EXIT; cd /tmp; export A=1; exit 2", "int\n", 2),
+        ("trap 'echo no' NOSUCH 2> /dev/null || echo $?; cd /tmp; export A=1", "1\n", 0),
+    ],
+)
+def test_traps_of_a_command_cost_it_neither_directory_nor_variables(
+    sandboxes: Sandboxes, session: SandboxSession, command: str, said: str, code: int
+) -> None:
+    done = sandboxes(session.run(command))
+    assert (done.stdout, done.exit_code, done.detail) == (said, code, "")
+    assert sandboxes(session.run("pwd; echo $A")).stdout == "/tmp\n1\n"
+
+
+def test_names_with_line_ends_functions_and_other_bytes_are_carried(
+    sandboxes: Sandboxes, session: SandboxSession
+) -> None:
+    sandboxes(session.run("mkdir $'a\\nb\\n'; cd $'a\\nb\\n'; f() { echo hi; }; export -f f; export U=$'\\xff=\\n'"))
+    done = sandboxes(session.run("f; [[ $PWD == $'/workspace/a\\nb\\n' && $U == $'\\xff=\\n' ]] && echo same"))
+    assert done.stdout == "hi\nsame\n"
+
+
+def test_a_shell_that_was_replaced_says_that_its_state_is_lost(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    done = sandboxes(session.run("cd /tmp; exec cat", stdin=b"last\n"))
+    assert (done.stdout, done.ok) == ("last\n", True)
+    assert "its shell was replaced" in done.detail
+    assert sandboxes(session.run("pwd")).stdout == "/workspace\n"
+
+
+def test_limits_of_one_command_hold_for_it_alone(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    small = replace(LIMITS, cpu_s=1, file_bytes=2048)
+    done = sandboxes(session.run("head -c 5000 /dev/zero > f; wc -c < f", limits=small))
+    assert done.stdout == "2048\n"
+    assert sandboxes(session.run("while :; do :; done", limits=small)).reason is Reason.CPU_TIME
+    assert sandboxes(session.run("head -c 5000 /dev/zero > f; wc -c < f")).stdout == "5000\n"
+
+
+def test_a_file_that_is_written_again_keeps_its_mode(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    sandboxes(session.run("for f in tool secret; do echo old > $f; done; chmod 755 tool; chmod 600 secret"))
+    sandboxes(session.write({"tool": "echo new\n", "secret": "new", "run": "#!/bin/sh\n", "plain": "x"}))
+    sandboxes(session.write({"secret": "#!/bin/sh\necho ran\n"}))
+    look = "stat -c '%a %n' tool secret run plain; bash ./tool; cat secret"
+    assert sandboxes(session.run(look)).stdout == (
+        "755 tool\n711 secret\n755 run\n644 plain\nnew\n#!/bin/sh\necho ran\n"
+    )
+    many = {f"many/{number}": str(number) for number in range(450)}
+    sandboxes(session.write(many))
+    assert sandboxes(session.run("cat many/* | wc -c; ls many | wc -l")).stdout == "1240\n450\n"
+
+
+@pytest.mark.parametrize("files", [{"nul\0x": "1"}, {"\ud800": "1"}, {"text": "\ud800"}])
+def test_files_with_names_or_texts_that_cannot_be_are_refused_by_name(
+    sandboxes: Sandboxes, long_session: SandboxSession, files: dict[str, str]
+) -> None:
+    with pytest.raises(EpisodeError) as error:
+        sandboxes(long_session.write(files))
+    assert error.value.reason == "session_file"
+    if "text" not in files:
+        with pytest.raises(EpisodeError) as error:
+            sandboxes(long_session.read(*files))
+        assert error.value.reason == "session_file"

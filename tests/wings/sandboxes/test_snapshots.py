@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.base.errors import EpisodeError
-from headrace.wings.sandboxes import SandboxSession
+from headrace.wings.sandboxes import SandboxSession, SandboxSnapshot, SandboxSpec, open_sandboxes
 from tests.wings.sandboxes.conftest import Sandboxes, any_sandboxes
 
 sandboxes = any_sandboxes
@@ -138,14 +138,50 @@ def test_traps_left_in_the_files_harm_nobody(sandboxes: Sandboxes, session: Sand
 
 
 def test_files_that_cannot_be_copied_are_told_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:
-    sandboxes(session.run("mv /dev /dev2; echo x > shut; chmod 000 shut"))
+    sandboxes(session.run("echo x > shut; chmod 000 shut"))
     if sandboxes.kind != "bubblewrap":  # which alone copies by tar as a user without rights
         sandboxes(sandboxes.driver.release(sandboxes(session.snapshot())))
         return
     with pytest.raises(EpisodeError, match="shut: Cannot open: Permission denied"):
         sandboxes(session.snapshot())
     sandboxes(session.run("rm -f shut"))
+    sandboxes(sandboxes.driver.release(sandboxes(session.snapshot())))
+
+
+def test_a_snapshot_of_another_driver_is_refused_by_name(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    """Its files may carry the names of those of other sessions."""
+
+    async def refused(foreign: SandboxSnapshot) -> None:
+        for call in (sandboxes.driver.fork(foreign), sandboxes.driver.release(foreign)):
+            with pytest.raises(EpisodeError, match="is one of another driver") as error:
+                await call
+            assert error.value.reason == "session_snapshot"
+
+    async def body() -> None:
+        async with await open_sandboxes(sandboxes.kind, (), sandboxes.options) as driver:
+            other = await driver.start(SandboxSpec())
+            await other.write({"who": "the other driver's"})
+            foreign = await other.snapshot()
+            await refused(foreign)
+            fork = await driver.fork(foreign)  # the refused release has released nothing
+            assert await fork.read("who") == b"the other driver's"
+            await driver.release(foreign)
+
+    sandboxes(session.write({"who": "of this driver"}))
     snapshot = sandboxes(session.snapshot())
-    with pytest.raises(EpisodeError, match="Cannot mknod: Operation not permitted"):
-        sandboxes(sandboxes.driver.fork(snapshot))
+    sandboxes(body())
     sandboxes(sandboxes.driver.release(snapshot))
+
+
+def test_a_closed_driver_starts_nothing_and_says_so(sandboxes: Sandboxes) -> None:
+    async def body() -> None:
+        driver = await open_sandboxes(sandboxes.kind, (), sandboxes.options)
+        snapshot = await (await driver.start(SandboxSpec())).snapshot()
+        await driver.close()
+        for call in (driver.start(SandboxSpec()), driver.fork(snapshot)):
+            with pytest.raises(EpisodeError, match="the driver is closed") as error:
+                await call
+            assert error.value.reason == "session_start"
+        await driver.release(snapshot)
+
+    sandboxes(body())

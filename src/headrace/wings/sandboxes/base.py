@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import enum
 import io
+import math
 import os
 import posixpath
 import sys
@@ -38,6 +39,10 @@ LIMITS = SandboxLimits(
 """The limits of a session, unless it has others. Those of time are limits of each command."""
 MIN_OPEN_FILES = 128
 """The smallest limit of open files: shells use numbers below it."""
+MAX_WORD_BYTES = 131_072
+"""The kernel's limit of one argument or variable of a program."""
+MAX_LIFE_S = 1e9
+"""The time under which that of a session must stay, in seconds."""
 MAX_COMMAND_BYTES = 100_000
 """The longest command. The kernel takes no argument of more than 128 KiB."""
 PROGRAMS = {
@@ -45,10 +50,69 @@ PROGRAMS = {
     for name in ("bash", "cat", "mkdir", "tar")
 }
 """The programs that sessions need, by name: where /bin is a link, in the folder that no session can take away."""
-_SHELL_SCRIPT = 'trap \'__=$?; { pwd -P; /usr/bin/env -0; } 2>/dev/null >&99; exit "$__"\' EXIT; eval "$1"'
-"""Run a command, then write the shell's directory and its exported variables to the state pipe."""
+_SHELL_SCRIPT = r"""
+__headrace_tell() {
+  {
+    builtin set +aeux
+    builtin pwd -P && builtin printf '\0'
+    /usr/bin/env -0 || {
+      for __headrace_name in $(__headrace_long); do
+        builtin export -n "$__headrace_name"
+        builtin printf '%s\0' "$__headrace_name"
+      done
+      /usr/bin/env -0
+    } && builtin printf '.\0'
+  } 2> /dev/null >&99
+  builtin exec 99>&-
+  builtin return "$__headrace_status"
+}
+__headrace_long() {
+  LC_ALL=C IFS=$'\n'
+  for __headrace_name in $(builtin compgen -e); do
+    __headrace_value=${!__headrace_name}
+    ((${#__headrace_name} + ${#__headrace_value} < 131071)) || builtin echo "$__headrace_name"
+  done
+}
+trap() {
+  { local -; builtin set +x; } 2> /dev/null
+  builtin trap "$@" || builtin return
+  [[ $BASHPID == "$$" && $# != 0 && $1 != -[lp]* ]] && __headrace_trap
+  builtin return 0
+}
+__headrace_trap() {
+  { local -; builtin set +x; } 2> /dev/null
+  local __headrace_word
+  __headrace_word=$(builtin trap -p EXIT)
+  [[ $__headrace_word == *__headrace_tell* ]] && builtin return
+  builtin eval "set -- $__headrace_word"
+  builtin trap "$__headrace_end"$'\n'"$3" EXIT
+}
+__headrace_end='{ __headrace_status=$?; builtin trap - ERR DEBUG; } 2> /dev/null; __headrace_tell'
+builtin trap "$__headrace_end" EXIT
+builtin eval "$1"
+"""
+"""Run a command, then write to the state pipe: the shell's directory and its exported variables, each with a zero byte
+at its end; the names of variables that no program can be given; a dot. A command's own EXIT trap runs after that."""
 _OWN_VARIABLES = frozenset({"_", "SHLVL", "PWD", "OLDPWD"})
 """Variables that every shell sets by itself."""
+
+
+_WRITE_SCRIPT = r"""
+tar=$1 kept=()
+shift
+while (($#)); do
+  [[ -f $2 && ! -L $2 ]] && kept+=("$(stat -c %a -- "$2")$1" "$2")
+  shift 2
+done
+"$tar" -m --no-overwrite-dir -xf - -C / || exit
+for ((i = 0; i < ${#kept[@]}; i += 2)); do
+  chmod -- "${kept[i]%x}" "${kept[i + 1]}"
+  [[ ${kept[i]} != *x ]] || chmod -- +x "${kept[i + 1]}"
+done
+"""
+"""Unpack an archive of files; those that were there keep their modes, and those after ``x`` can be executed, too."""
+FILES_AT_ONCE = 200
+"""The most files that are written at once: their paths are arguments."""
 
 
 class SessionEnded(EpisodeError):
@@ -182,21 +246,22 @@ class SandboxSession(ABC):
 
     async def run(self, command: str, *, stdin: bytes = b"", limits: SandboxLimits | None = None) -> Finished:
         """Run a command in a shell, and return the result. The next command begins in its directory, with its exported
-        variables.
+        variables; where these could not be carried, as after ``exec``, ``detail`` of the result says so.
 
-        ``limits``, if given, are those of this command: time, output, size of a file.
+        ``limits``, if given, are those of this command: time, output, size of a file, and those of each process.
         """
-        if len(command.encode("utf-8", "replace")) > MAX_COMMAND_BYTES or "\0" in command:
+        if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
                 f"a command of {len(command)} characters cannot be given to a shell",
-                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes and without zero bytes: write a file and run that",
+                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: write "
+                "a file and run that",
                 reason="session_command",
             )
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]
         async with self._running():
             done = await self._execute(argv, stdin, limits or self.spec.limits)
-            self._take_state(done.state)
-        return _finished(done)
+            lost = self._take_state(done.state)
+        return _finished(done, lost if done.reason is Reason.EXITED else "")
 
     async def run_apart(
         self, script: str, *arguments: str, stdin: bytes = b"", limits: SandboxLimits | None = None
@@ -211,9 +276,11 @@ class SandboxSession(ABC):
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file, whose path may be relative to the directory. Raises
         :class:`~headrace.base.errors.EpisodeError` if it cannot be read or has more than ``most_bytes`` bytes."""
+        _refuse_path(path)
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
-            done = await self._execute([self.programs["cat"], "--", path], b"", limits)
+            argv = [self.programs["cat"], "--", path]  # without the shell's variables, which may preload a library
+            done = await self.execute(argv, stdin=b"", directory=self.directory, variables=ENVIRONMENT, limits=limits)
         if done.status != 0:
             text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
             raise EpisodeError(
@@ -224,11 +291,32 @@ class SandboxSession(ABC):
         return done.stdout
 
     async def write(self, files: Mapping[str, str | bytes]) -> None:
-        """Write files, by their paths; folders are made. A file that begins with ``#!`` can be executed. Raises
+        """Write files, by their paths; folders are made. A file that is there keeps its mode, and one that begins with
+        ``#!`` can be executed. Raises
         :class:`~headrace.base.errors.EpisodeError` if one cannot be written."""
-        paths = {posixpath.normpath(posixpath.join(self.directory, path)): files[path] for path in files}
+        for path in files:
+            _refuse_path(path)
+        contents = [
+            (posixpath.normpath(posixpath.join(self.directory, path)), _content(path, files[path])) for path in files
+        ]
         async with self._running():
-            await self._unpack(_packed(paths), "/", extra=())
+            for start in range(0, len(contents), FILES_AT_ONCE):
+                await self._write(contents[start : start + FILES_AT_ONCE])
+
+    async def _write(self, files: Sequence[tuple[str, bytes]]) -> None:
+        """Write files by their full paths."""
+        words = [word for path, data in files for word in ("x" if data.startswith(b"#!") else "", path)]
+        argv = [
+            self.programs["bash"],
+            "--norc",
+            "--noprofile",
+            "-c",
+            _WRITE_SCRIPT,
+            "bash",
+            self.programs["tar"],
+            *words,
+        ]
+        await self._pass_archive(argv, _packed(files))
 
     async def snapshot(self, *, end_background: bool = False) -> SandboxSnapshot:
         """Return a snapshot of the files and of the shell. Processes in the background are not part of it: the call is
@@ -303,7 +391,11 @@ class SandboxSession(ABC):
     async def _unpack(self, archive: bytes, directory: str, *, extra: Sequence[str]) -> None:
         """Write the files of a tar archive below a directory. Raises :class:`~headrace.base.errors.EpisodeError` if
         that fails, with the words of tar."""
-        argv = [self.programs["tar"], *(extra or ["-m", "--no-overwrite-dir"]), "-xf", "-", "-C", directory]
+        await self._pass_archive([self.programs["tar"], *extra, "-xf", "-", "-C", directory], archive)
+
+    async def _pass_archive(self, argv: Sequence[str], archive: bytes) -> None:
+        """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if
+        it fails."""
         done = await self.execute(argv, stdin=archive, directory="/", variables=ENVIRONMENT, limits=self.spec.limits)
         if done.status != 0:
             raise EpisodeError(
@@ -312,15 +404,17 @@ class SandboxSession(ABC):
                 reason="session_file",
             )
 
-    def _take_state(self, state: bytes) -> None:
-        """Take over the directory and the variables that a shell has left. Bytes that no shell of ours would write
-        change nothing: they come from the commands."""
-        directory, found, rest = state.partition(b"\n")
-        if not found or not directory.startswith(b"/"):
-            return
-        pairs = [entry.decode("utf-8", "replace").partition("=") for entry in rest.split(b"\0") if entry]
-        self.directory = directory.decode("utf-8", "replace")
-        self.variables = without_own({name: value for name, _, value in pairs if name})
+    def _take_state(self, state: bytes) -> str:
+        """Take over the directory and the variables that a shell has left, and return what of them is lost; empty if
+        nothing is. Bytes that no shell of ours would write change nothing: they come from the commands."""
+        directory, *entries = state.split(b"\0")
+        if not (directory.startswith(b"/") and directory.endswith(b"\n")) or entries[-2:] != [b".", b""]:
+            return "the next command begins where this one began: its shell was replaced, or could not tell its state"
+        pairs = [entry.decode("utf-8", "surrogateescape").partition("=") for entry in entries[:-2]]
+        self.directory = directory[:-1].decode("utf-8", "surrogateescape")
+        self.variables = without_own({name: value for name, found, value in pairs if name and found})
+        lost = [name for name, found, _ in pairs if not found]
+        return f"too long to be given to a program, and lost: {', '.join(lost)}" if lost else ""
 
     async def __aenter__(self) -> Self:
         """Use the session in the body of ``async with``."""
@@ -342,6 +436,8 @@ class SandboxDriver(ABC):
     """Whether its sessions serve the ``forwards`` of a spec; if not, they refuse such a spec."""
     missing: Mapping[str, str]
     """The guards that sessions lack here, each with the cause."""
+    closed: bool = False
+    """Whether it was closed: then it starts nothing any more."""
 
     @abstractmethod
     async def start(self, spec: SandboxSpec) -> SandboxSession:
@@ -360,6 +456,15 @@ class SandboxDriver(ABC):
     async def close(self) -> None:
         """End all sessions of this driver."""
 
+    def refuse_closed(self) -> None:
+        """Raise :class:`~headrace.base.errors.EpisodeError` if the driver was closed."""
+        if self.closed:
+            raise EpisodeError(
+                f"a session of kind {self.kind!r} cannot start: the driver is closed",
+                remedy="start sessions before, or open another driver",
+                reason="session_start",
+            )
+
     async def __aenter__(self) -> Self:
         """Use the driver in the body of ``async with``."""
         return self
@@ -373,7 +478,11 @@ class SandboxDriver(ABC):
 
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:
     """Return variables without those that every shell sets by itself."""
-    return {name: value for name, value in variables.items() if name not in _OWN_VARIABLES}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name not in _OWN_VARIABLES and not name.startswith("__headrace_")
+    }
 
 
 def unusable_snapshot() -> EpisodeError:
@@ -393,8 +502,12 @@ def refuse_invalid(spec: SandboxSpec) -> None:
         raise ConfigError(
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
         )
-    if spec.life_s <= 0:
-        raise ConfigError(f"life_s={spec.life_s} leaves nothing", remedy="set life_s > 0")
+    if not 0 < spec.life_s < MAX_LIFE_S:  # also where it is no number
+        raise ConfigError(
+            f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}"
+        )
+    if not math.isfinite(limits.wall_s):
+        raise ConfigError(f"limits.wall_s={limits.wall_s} is no time", remedy="set it to a number of seconds")
     if not spec.directory.startswith("/"):
         raise ConfigError(f"directory={spec.directory!r} is not a full path", remedy="begin it with a slash")
     for port, address in spec.forwards.items():
@@ -405,24 +518,75 @@ def refuse_invalid(spec: SandboxSpec) -> None:
                 remedy="set loopback=True, and write {PORT: 'HOST:PORT'} with ports from 1024 to 65535 in the session",
             )
     for name, value in spec.variables.items():
-        if not name or "=" in name or "\0" in name + value:
-            raise ConfigError(f"variables[{name!r}] cannot be set", remedy="give names without '=' and zero bytes")
+        _refuse_variable(name, value)
 
 
-def _packed(files: Mapping[str, str | bytes]) -> bytes:
+def _refuse_variable(name: str, value: str) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a variable that no program can be given."""
+    if not (isinstance(name, str) and isinstance(value, str)):
+        raise ConfigError(f"variables[{name!r}]={value!r} is no text", remedy="write names and values as texts")
+    if not name or "=" in name or not _is_clean(name + value):
+        raise ConfigError(
+            f"variables[{name!r}] cannot be set", remedy="give names without '=', and texts of UTF-8 without zero bytes"
+        )
+    if (size := len(_encoded(f"{name}={value}"))) >= MAX_WORD_BYTES:
+        raise ConfigError(
+            f"variables[{name!r}] has {size} bytes, which no program can be given",
+            remedy=f"keep it under {MAX_WORD_BYTES} bytes: write a file",
+        )
+
+
+def _is_clean(text: str) -> bool:
+    """Return whether the kernel takes a text as a name or an argument: without zero bytes and lone surrogates."""
+    try:
+        return b"\0" not in _encoded(text)
+    except UnicodeEncodeError:
+        return False
+
+
+def _encoded(text: str) -> bytes:
+    """Return a text as the bytes of an argument; bytes that are not UTF-8 stand in it as Python's ``surrogateescape``
+    has them."""
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _refuse_path(path: str) -> None:
+    """Raise :class:`~headrace.base.errors.EpisodeError` for a path that no file can have."""
+    if not _is_clean(path):
+        raise EpisodeError(
+            f"the path {path!r} is none of a file",
+            remedy="give paths of UTF-8 without zero bytes and lone surrogates",
+            reason="session_file",
+        )
+
+
+def _content(path: str, content: str | bytes) -> bytes:
+    """Return the content of the file ``path`` as bytes."""
+    if isinstance(content, bytes):
+        return content
+    try:
+        return _encoded(content)
+    except UnicodeEncodeError as error:
+        raise EpisodeError(
+            f"the text of the file {path!r} cannot be written: {error}",
+            remedy="give texts without lone surrogates, or bytes",
+            reason="session_file",
+        ) from None
+
+
+def _packed(files: Sequence[tuple[str, bytes]]) -> bytes:
     """Return files by their full paths as a tar archive."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as archive:
-        for path, content in files.items():
-            data = content.encode("utf-8", "surrogateescape") if isinstance(content, str) else content
+        for path, data in files:
             member = tarfile.TarInfo(path.lstrip("/"))
             member.size, member.mode = len(data), 0o755 if data.startswith(b"#!") else 0o644
             archive.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
 
 
-def _finished(done: Execution) -> Finished:
-    """Return the result of a command with its outputs as text."""
+def _finished(done: Execution, lost: str) -> Finished:
+    """Return the result of a command with its outputs as text, and what its shell has ``lost``."""
     stdout, stderr = (output.decode("utf-8", "replace") for output in (done.stdout, done.stderr))
     status = done.status
     return Finished(
@@ -432,4 +596,5 @@ def _finished(done: Execution) -> Finished:
         exit_code=status if done.reason is Reason.EXITED else None,
         signal=-status if status is not None and status < 0 else None,
         cpu_s=done.cpu_s,
+        detail=lost,
     )

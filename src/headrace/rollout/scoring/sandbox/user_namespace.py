@@ -23,13 +23,16 @@ else:  # its own folder, and nothing else of headrace: it starts in milliseconds
     import processes
 
 
-def enter() -> None:
-    """Enter a new user namespace in which every user and group has its outer number. Raises ``OSError`` if the kernel
-    refuses. Only root may map more users than itself, and has to do so from outside, in a helper process."""
-    if os.getuid() != 0:
+def enter(number: int | None = None) -> None:
+    """Enter a new user namespace in which every user and group has its outer number; with ``number``, this user and its
+    group are the only ones, and have that number. Raises ``OSError`` if the kernel refuses. Only root may map more
+    users than itself, and has to do so from outside, in a helper process."""
+    if os.getuid() != 0 or number is not None:
         user, group = os.getuid(), os.getgid()
+        inner_user, inner_group = (user, group) if number is None else (number, number)
         kernel.unshare(kernel.NEW_USER)
-        _write("self", {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"})
+        maps = {"uid_map": f"{inner_user} {user} 1", "gid_map": f"{inner_group} {group} 1"}
+        _write("self", {"setgroups": "deny", **maps})
         return
     own_pid, maps = os.getpid(), {name: _same_numbers(name) for name in ("uid_map", "gid_map")}
     read_end, write_end = os.pipe()

@@ -53,7 +53,9 @@ BUFFER_BYTES = 1 << 20
 """The size of buffers between a session and this process."""
 MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
-NOT_COPIED = ("/dev", "/proc", "/sys", "/.headrace", "/etc/passwd", "/etc/group")
+OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
+"""The limits that the kernel holds each process to, which one command may have of its own."""
+NOT_COPIED = ("/proc", "/sys", "/.headrace")
 """Paths that every session has by itself."""
 
 
@@ -72,6 +74,8 @@ class LocalDriver(SandboxDriver):
         self._sessions: set[LocalSession] = set()
         self.readable = readable
         """What sessions can read of this machine."""
+        self.fixed: list[str] = []
+        """Folders that every session has by itself and cannot change."""
         self.missing: Mapping[str, str] = {}
 
     @classmethod
@@ -103,7 +107,7 @@ class LocalDriver(SandboxDriver):
                 f"sandboxes of kind {kind!r} cannot be made here: {hello.get('error', 'the host has ended')}",
                 remedy="allow user namespaces to this user, or choose another kind",
             )
-        driver.missing = hello["missing"]
+        driver.missing, driver.fixed = hello["missing"], hello["fixed"]
         return driver
 
     @property
@@ -113,6 +117,7 @@ class LocalDriver(SandboxDriver):
 
     async def start(self, spec: SandboxSpec) -> LocalSession:
         """Start a session, and make its directory."""
+        self.refuse_closed()
         refuse_invalid(spec)
         if spec.image:
             raise EpisodeError(
@@ -126,9 +131,10 @@ class LocalDriver(SandboxDriver):
 
     async def fork(self, snapshot: SandboxSnapshot) -> LocalSession:
         """Start a session that continues from a snapshot of this driver."""
-        if snapshot.released or not isinstance(snapshot.files, LayerFiles | CopiedFiles):
+        self.refuse_closed()
+        if snapshot.released:
             raise unusable_snapshot()
-        files = snapshot.files
+        files = self._files_of(snapshot)
         layers = [*files.layers, self._new_layer()] if isinstance(files, LayerFiles) else [self._new_layer()]
         session = await self._begin(snapshot.spec, layers, files.user)
         if isinstance(files, CopiedFiles):
@@ -143,14 +149,24 @@ class LocalDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Free the files of a snapshot, as far as no fork is built on them."""
         if not snapshot.released:
+            files = self._files_of(snapshot)
             snapshot.released = True
-            if isinstance(snapshot.files, LayerFiles):
-                await self.drop(snapshot.files.layers)
-            elif isinstance(snapshot.files, CopiedFiles):
-                snapshot.files.close()
+            if isinstance(files, LayerFiles):
+                await self.drop(files.layers)
+            else:
+                files.close()
+
+    def _files_of(self, snapshot: SandboxSnapshot) -> LayerFiles | CopiedFiles:
+        """Return the files of a snapshot of this driver: layers of another one have the same names. Raises
+        :class:`~headrace.base.errors.EpisodeError` for those of another driver."""
+        files = snapshot.files
+        if not isinstance(files, LayerFiles | CopiedFiles) or files.driver is not self:
+            raise unusable_snapshot()
+        return files
 
     async def close(self) -> None:
         """End the host, and with it all sessions and their files."""
+        self.closed = True
         for session in list(self._sessions):
             session.lose("its driver was closed")
         self._control.close()
@@ -227,8 +243,9 @@ class LocalDriver(SandboxDriver):
 class LayerFiles:
     """The files of a snapshot as layers that nothing writes to any more."""
 
-    def __init__(self, layers: list[str], user: int) -> None:
-        """``layers`` are in order, and ``user`` owns their files."""
+    def __init__(self, driver: LocalDriver, layers: list[str], user: int) -> None:
+        """``layers`` of ``driver`` are in order, and ``user`` owns their files."""
+        self.driver = driver
         self.layers = layers
         self.user = user
 
@@ -238,8 +255,9 @@ class CopiedFiles:
 
     user = 0
 
-    def __init__(self, archive: bytes) -> None:
-        """Keep an archive."""
+    def __init__(self, driver: LocalDriver, archive: bytes) -> None:
+        """Keep an archive of a session of ``driver``."""
+        self.driver = driver
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
         self._file.write(archive)
 
@@ -302,6 +320,7 @@ class LocalSession(SandboxSession):
         order = {
             "do": "run", "argv": list(argv), "env": dict(variables), "cwd": directory,
             "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
+            "limits": {name: getattr(limits, name) for name in OF_A_PROCESS},
         }  # fmt: skip
         record, data = await self._call(order, stdin, limits.wall_s + GRACE_S)
         outputs, start = [], 0
@@ -329,8 +348,8 @@ class LocalSession(SandboxSession):
         """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another one on a
         new layer."""
         if not self._driver.overlays:
-            archive = await self.pack([*NOT_COPIED, *self._driver.readable])
-            return await asyncio.to_thread(CopiedFiles, archive)
+            archive = await self.pack([*NOT_COPIED, *self._driver.fixed, *self._driver.readable])
+            return await asyncio.to_thread(CopiedFiles, self._driver, archive)
         if len(self._layers) >= MAX_LAYERS:
             raise EpisodeError(
                 f"a line of {MAX_LAYERS} snapshots is as long as the kernel can carry",
@@ -338,7 +357,7 @@ class LocalSession(SandboxSession):
                 reason="session_snapshot",
             )
         await self._disconnect()
-        files = LayerFiles(list(self._layers), self._user)
+        files = LayerFiles(self._driver, list(self._layers), self._user)
         self._driver.keep(files.layers)
         store = self._own_store
         number = sum(layer.startswith(f"{store}/") for layer in self._layers)

@@ -61,10 +61,11 @@ class SandboxHost:
 
     def prepare(self) -> None:
         """Try every guard, and mount the place for the files. Raises ``OSError`` where sessions are impossible."""
-        if os.getuid() != 0:
-            self.missing["user"] = "only root can start a process as another user"
-        if os.getuid() != 0:
-            user_namespace.enter()
+        if os.getuid() != 0 or not processes.succeeds(_use_rights):
+            self.missing["user"] = "only root with all rights can start a process as another user"
+            user_namespace.enter(
+                FIRST_USER if os.getuid() == 0 else None
+            )  # where it is no root: sessions are not either
         self._layers = root.Layers(self._order["readable"])
         if self._bwrap:
             self._layers.show_machine({"local": HERE, "sandbox": self._order["sandbox"]})
@@ -75,6 +76,12 @@ class SandboxHost:
                 self.missing[name] = "the kernel refuses such a namespace"
         jail.guard(self.missing, "overlay", partial(root.probe_overlay, self._layers))
         self._layers.overlays = "overlay" not in self.missing
+
+    @property
+    def fixed(self) -> list[str]:
+        """The folders that every session has by itself and cannot change."""
+        assert self._layers is not None
+        return self._layers.fixed
 
     def serve(self) -> None:
         """Carry out the client's messages until it closes its end of the control socket."""
@@ -172,9 +179,8 @@ class SandboxHost:
         processes.watch_ahead()
         if not self._layers.overlays and order["user"] != os.getuid():
             self._layers.give(order["layers"][-1], order["user"])
-        self._layers.enter(order["layers"])
+        self._layers.enter(order["layers"], init.names(order["user"]))
         kernel.hide_memory()
-        init.write_names(order["user"])
         limits = dict(order["limits"])
         missing = dict(self.missing)
         if _bound_numbers(limits["processes"]):
@@ -195,21 +201,20 @@ class SandboxHost:
         os.setsid()
         _silence()
         if order["user"] != os.getuid():
-            os.setgroups([])
-            os.setresgid(order["user"], order["user"], order["user"])
-            os.setresuid(order["user"], order["user"], order["user"])
+            _become(order["user"])
         control.set_inheritable(True)
         os.set_inheritable(order["way"], True)
-        words = [*self._bubblewrap(order["limits"]["disk_bytes"]), f"{root.PROGRAM}/local/init.py"]
+        names = {name: _file_of(text) for name, text in init.names(order["user"]).items()}
+        words = [*self._bubblewrap(order["limits"]["disk_bytes"], names), f"{root.PROGRAM}/local/init.py"]
         os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
-    def _bubblewrap(self, disk_bytes: int) -> list[str]:
+    def _bubblewrap(self, disk_bytes: int, names: dict[str, int]) -> list[str]:
         """Return the command that makes a sandbox with bubblewrap and starts this Python in it."""
         assert self._layers is not None
         spaces = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
         words = [self._bwrap, *(f"--unshare-{space}" for space in spaces), "--die-with-parent", "--as-pid-1"]
         words += ["--cap-drop", "ALL", "--size", str(disk_bytes), "--perms", "1777", "--tmpfs", "/"]
-        words += ["--perms", "1777", "--dir", "/tmp", *self._layers.bubblewrap_words()]
+        words += ["--perms", "1777", "--dir", "/tmp", *self._layers.bubblewrap_words(names)]
         return [*words, "--chdir", "/", self._order["python"], "-I", "-S", "-B"]
 
     def _try_bubblewrap(self) -> None:
@@ -217,18 +222,43 @@ class SandboxHost:
         read_end, write_end = os.pipe()
         pid = os.fork()
         if not pid:
-            os.dup2(write_end, 2)
-            if os.getuid() == 0:
-                os.setgroups([])
-                os.setresgid(FIRST_USER, FIRST_USER, FIRST_USER)
-                os.setresuid(FIRST_USER, FIRST_USER, FIRST_USER)
-            words = self._bubblewrap(1 << 20)
-            os.execve(words[0], [*words, "-c", ""], {})
+            try:
+                os.dup2(write_end, 2)
+                if os.getuid() == 0:
+                    _become(FIRST_USER)
+                words = self._bubblewrap(1 << 20, {})
+                os.execve(words[0], [*words, "-c", ""], {})
+            except OSError as error:
+                os.write(2, str(error).encode())
+            finally:
+                os._exit(1)
         os.close(write_end)
         with os.fdopen(read_end, "rb") as report:
             text = report.read().decode("utf-8", "replace")
         if os.waitpid(pid, 0)[1]:
             raise OSError(f"bubblewrap cannot make a sandbox here: {text.strip()[-300:]}")
+
+
+def _become(user: int) -> None:
+    """Become another user, for good."""
+    os.setgroups([])
+    os.setresgid(user, user, user)
+    os.setresuid(user, user, user)
+
+
+def _use_rights() -> None:
+    """Do what root does for a session: mount, and become another user. Raises ``OSError`` where root has no such
+    rights, as in some containers."""
+    jail.own_mounts()
+    _become(FIRST_USER)
+
+
+def _file_of(text: str) -> int:
+    """Return the file descriptor of a file without a name, which programs inherit."""
+    descriptor = os.memfd_create("file", 0)
+    os.write(descriptor, text.encode())
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return descriptor
 
 
 def _silence() -> None:
@@ -281,7 +311,7 @@ def main(control: socket.socket, order: Order) -> None:
     except OSError as error:
         control.send(json.dumps({"error": error.strerror or str(error)}).encode())
         return
-    control.send(json.dumps({"missing": host.missing}).encode())
+    control.send(json.dumps({"missing": host.missing, "fixed": host.fixed}).encode())
     host.serve()
 
 

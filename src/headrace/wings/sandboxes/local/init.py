@@ -6,8 +6,8 @@
 
 As a program, ``python -I -S -B init.py CONTROL WAY``, it is the first process of a sandbox that another program has
 made, such as bubblewrap. ``CONTROL`` is the inherited file descriptor of the socket to the supervisor. Messages on it
-are JSON; the supervisor's come with the file descriptors of a command. ``WAY`` is that of the socket through which
-listeners go to the client.
+are JSON; the supervisor's come with the file descriptors of a command, the first of which holds what it is. ``WAY`` is
+that of the socket through which listeners go to the client.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ else:  # the folders of the two sandboxes, and nothing else of headrace: it star
     import kernel
     import loopback
 
-MESSAGE_BYTES = 1 << 20
-"""The longest message of a supervisor: a command with its environment."""
+MESSAGE_BYTES = 1 << 16
+"""The longest message of a supervisor."""
 STATE_FD = 99
 """The file descriptor to which a shell writes its directory and its variables when it ends."""
 ROUNDS, ROUND_S = 2000, 0.003
@@ -90,7 +90,8 @@ class Init:
             self.tell({"gone": number, "whose": message["whose"]})
             return True
         self._before = present()
-        self._command = self._begin(message, descriptors)
+        body, *streams = descriptors
+        self._command = self._begin(_content(body), streams)
         for descriptor in descriptors:
             os.close(descriptor)
         return True
@@ -107,6 +108,7 @@ class Init:
             os.setsid()
             for target, descriptor in zip((0, 1, 2, STATE_FD), descriptors, strict=True):
                 os.dup2(descriptor, target)
+            self._isolation.order["limits"].update(message["limits"])
             self._isolation.lock()
             if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
                 raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
@@ -158,6 +160,15 @@ class Init:
             self._control.send(json.dumps(record).encode())
 
 
+def _content(descriptor: int) -> dict[str, Any]:
+    """Return the message in a file that the supervisor has written."""
+    parts: list[bytes] = []
+    while part := os.pread(descriptor, 1 << 20, sum(map(len, parts))):
+        parts.append(part)
+    message: dict[str, Any] = json.loads(b"".join(parts))
+    return message
+
+
 def enter_directory(path: str) -> None:
     """Make a directory the working directory; if it has gone, the nearest one above it that is there."""
     while True:
@@ -170,16 +181,13 @@ def enter_directory(path: str) -> None:
             path = os.path.dirname(path)
 
 
-def write_names(user: int) -> None:
-    """Give the user of the session and its 127.0.0.1 their names, where its files do not: programs ask for both."""
-    entries = {
+def names(user: int) -> dict[str, str]:
+    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names, which programs ask for."""
+    return {
         "passwd": f"agent:x:{user}:{user}::/tmp:/bin/bash\n",
         "group": f"agent:x:{user}:\n",
         "hosts": "127.0.0.1 localhost\n::1 localhost\n",
     }
-    for name, text in entries.items():
-        with contextlib.suppress(OSError), open(f"/etc/{name}", "x", encoding="ascii") as file:
-            file.write(text)
 
 
 def present() -> set[int]:
@@ -194,7 +202,6 @@ def main(descriptor: int, way: int) -> None:
     control = socket.socket(fileno=descriptor)
     control.set_inheritable(False)
     order = json.loads(control.recv(MESSAGE_BYTES))
-    write_names(order["user"])
     loopback.send_listeners(order["ports"], way)
     init = Init(control, jail.Jail(order, os.getuid()))
     init.tell({"ready": True, "missing": order["missing"], "user": order["user"]})

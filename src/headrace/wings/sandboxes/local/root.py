@@ -10,6 +10,7 @@ last of these processes, however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from typing import TYPE_CHECKING
@@ -35,6 +36,10 @@ LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd
 """Links in /dev."""
 
 
+WRITABLE = ("/", "/tmp")
+"""Folders of the skeleton in which a session may make files. What the skeleton has in them is fixed."""
+
+
 class Layers:
     """The files of all sessions of a host: a skeleton, and one store of limited size for each session."""
 
@@ -46,6 +51,9 @@ class Layers:
         """The folder of the machine over which the files are mounted."""
         kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
         self.readable = readable
+        self.fixed = sorted({_outermost(path) for path in (*readable, "/etc/x", "/dev/x")} - set(readable))
+        """Folders that hold places of the machine's paths. They are mounts, which nobody in the session can move, and
+        read-only: the session's own user may own them."""
         self._programs: list[str] = []
         self.overlays = True
         """Whether sessions have their files in overlays; if not, each has one layer, which begins as the skeleton."""
@@ -73,16 +81,17 @@ class Layers:
             os.mkdir(f"{self.place}/{name}")
             kernel.mount(path, f"{self.place}/{name}", flags=kernel.BIND)
         for path in self.readable:
-            if not os.path.islink(path):
+            if not _stays_link(path):
                 kernel.mount(path, f"{self.place}/skeleton{path}", flags=kernel.BIND | kernel.RECURSIVE)
 
-    def bubblewrap_words(self) -> list[str]:
-        """Return the arguments with which bubblewrap shows the machine and makes /dev and /proc."""
-        words = []
+    def bubblewrap_words(self, names: dict[str, int]) -> list[str]:
+        """Return the arguments with which bubblewrap shows the machine and makes /dev and /proc. ``names`` are files of
+        /etc, each with the file descriptor of its content."""
+        words = [word for path in self.fixed for word in ("--perms", "0755", "--tmpfs", path)]
         for name in self._programs:
             words += ["--ro-bind", f"{self.place}/{name}", f"{PROGRAM}/{name}"]
         for path in self.readable:
-            if os.path.islink(path):
+            if _stays_link(path):
                 words += ["--symlink", os.readlink(path), path]
             else:
                 words += ["--ro-bind", f"{self.place}/skeleton{path}", path]
@@ -90,6 +99,10 @@ class Layers:
             words += ["--dev-bind", f"/dev/{name}", f"/dev/{name}"]
         for name, target in LINKS.items():
             words += ["--symlink", target, f"/dev/{name}"]
+        for name, descriptor in names.items():
+            if not {"/etc", f"/etc/{name}"} & set(self.readable):
+                words += ["--perms", "0644", "--file", str(descriptor), f"/etc/{name}"]
+        words += [word for path in self.fixed for word in ("--remount-ro", path)]
         return [*words, "--proc", "/proc"]
 
     def add_store(self, store: str, disk_bytes: int) -> None:
@@ -118,14 +131,21 @@ class Layers:
         for folder, _, _ in os.walk(f"{self.place}/{layer}/files"):
             os.chown(folder, user, user)
 
-    def enter(self, layers: list[str]) -> None:
+    def enter(self, layers: list[str], names: dict[str, str]) -> None:
         """Make the layers the root of this process, which is the first of its session; the last of them is written to.
-        Raises ``OSError`` where the kernel refuses, or where the session has damaged the places of its mounts."""
+        ``names`` are files of /etc by their content. Raises ``OSError`` where the kernel refuses, or where the session
+        has damaged the places of its mounts."""
         jail.own_mounts()
         root = f"{self.place}/root"
         self._mount_files(layers, root)
+        for path in self.fixed:
+            _refuse_moved(root + path, root)
+            kernel.mount(root + path, root + path, flags=kernel.BIND)
+            if path == "/etc":
+                _write_names(root + path, names)
+            kernel.make_read_only(root + path)
         for path in self.readable:
-            if not os.path.islink(path):
+            if not _stays_link(path):
                 _bind(path, root)
                 kernel.make_read_only(root + path)
         for name in jail.DEVICES:
@@ -155,14 +175,35 @@ def _free_place(readable: list[str]) -> str:
 
 
 def _make_place(path: str, place: str) -> None:
-    """Make the place in the skeleton on which ``path`` of the machine will be bound; a link stays a link."""
+    """Make the place in the skeleton on which ``path`` of the machine will be bound; a link stays a link where it
+    cannot be replaced."""
     os.makedirs(os.path.dirname(place), exist_ok=True)
-    if os.path.islink(path):
+    if _stays_link(path):
         os.symlink(os.readlink(path), place)
     elif os.path.isdir(path):
         os.makedirs(place, exist_ok=True)
     else:
         _touch(place)
+
+
+def _outermost(path: str) -> str:
+    """Return the outermost folder above a path, or the path itself, that lies in a folder in which sessions write."""
+    while os.path.dirname(path) not in WRITABLE:
+        path = os.path.dirname(path)
+    return path
+
+
+def _stays_link(path: str) -> bool:
+    """Return whether a path of the machine is a link in the skeleton too. One in a folder in which sessions write, such
+    as /bin, could be replaced there: what it leads to is mounted in its place."""
+    return os.path.islink(path) and not (os.path.dirname(path) in WRITABLE and os.path.exists(path))
+
+
+def _write_names(folder: str, names: dict[str, str]) -> None:
+    """Write the files of a new /etc; those that are there, or are the machine's, stay."""
+    for name, text in names.items():
+        with contextlib.suppress(OSError), open(f"{folder}/{name}", "x", encoding="ascii") as file:
+            file.write(text)
 
 
 def _touch(path: str) -> None:
@@ -226,7 +267,7 @@ def _exit_with_child(layers: Layers, report: int) -> None:
         os.waitpid(pid, 0)
         return
     try:
-        layers.enter(["probe/0", "probe/1"])
+        layers.enter(["probe/0", "probe/1"], {})
         os.rmdir(PROBED)
         os.mkdir(PROBED)
     except OSError as error:

@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 """The most bytes that are moved at once, and the size of pipes and sockets that carry more."""
 SMALL_BYTES = 1 << 16
 """The size that pipes have by themselves."""
-STATE_BYTES = 1 << 16
+STATE_BYTES = 1 << 20
 """The most bytes that are read of the directory and the variables of a shell."""
 SEND_S = 30
 """How long a client may take nothing of a result before the session gives up, in seconds."""
@@ -71,12 +71,16 @@ class RunningCommand:
 
     def pass_ends(self, control: socket.socket, message: Order, user: int) -> None:
         """Send the message that starts the command, with its ends of the pipes, which are then closed here. They belong
-        to ``user``, so that the command can open them by their names in /dev."""
+        to ``user``, so that the command can open them by their names in /dev. The message itself travels in a file
+        without a name: a socket takes no message of more than some hundred thousand bytes."""
         ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
         for end in ends if user != os.getuid() else ():
             os.fchown(end, user, user)
-        socket.send_fds(control, [json.dumps(message).encode()], ends)
-        for end in ends:
+        body = os.memfd_create("command")
+        with os.fdopen(body, "wb", closefd=False) as file:
+            file.write(json.dumps(message).encode())
+        socket.send_fds(control, [json.dumps({"do": "run"}).encode()], [body, *ends])
+        for end in (body, *ends):
             os.close(end)
         self.feed()
 
@@ -192,7 +196,7 @@ class SessionSupervisor:
 
     def _wait_ms(self) -> int:
         """Return how long the supervisor may wait for an event before it looks at the limits."""
-        busy = self._command is not None or next(processes.descendants(self._init_pid), None) is not None
+        busy = self._command is not None or bool(self._others())
         left_s = (self._until_s if self._command is None else min(self._until_s, self._command.until_s)) - now_s()
         return max(0, min(POLL_MS if busy else IDLE_MS, int(left_s * 1000) + 1))
 
@@ -234,7 +238,7 @@ class SessionSupervisor:
         self._command = command = RunningCommand(order, data)
         for descriptor in command.output:
             self._poll.register(descriptor, select.POLLIN)
-        message = {"do": "run", **{name: order[name] for name in ("argv", "env", "cwd")}}
+        message = {name: order[name] for name in ("argv", "env", "cwd", "limits")}
         command.pass_ends(self._control, message, self.order["user"])
         if command.input >= 0:
             self._poll.register(command.input, select.POLLOUT)

@@ -28,6 +28,8 @@ from headrace.wings.sandboxes.served.owners import owner_name
 from headrace.wings.sandboxes.served.session import ServedSession
 
 S = TypeVar("S", bound="KeptSession")
+_NUMBERS = count()
+"""The numbers in the names of what the drivers of this process make: they carry one owner's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +40,8 @@ class KeptFiles:
     """What the service calls them."""
     below: str
     """The snapshot with which the session had begun; empty if none."""
+    driver: KeepingDriver
+    """The driver that had the service keep them."""
 
 
 class KeptSession(ServedSession):
@@ -71,7 +75,6 @@ class KeepingDriver(SandboxDriver):
         """The name of this process, which what it makes carries."""
         self.missing: dict[str, str] = dict(missing)
         self._image = image
-        self._numbers = count()
         self._sessions: set[KeptSession] = set()
         self._uses: Counter[str] = Counter()
 
@@ -90,6 +93,7 @@ class KeepingDriver(SandboxDriver):
 
     async def start(self, spec: SandboxSpec) -> KeptSession:
         """Begin a session of the image, and make its directory."""
+        self.refuse_closed()
         refuse_invalid(spec)
         session = await self.begin(spec, image_of(self.kind, spec, self._image), below="")
         await session.prepare()
@@ -97,8 +101,9 @@ class KeepingDriver(SandboxDriver):
 
     async def fork(self, snapshot: SandboxSnapshot) -> KeptSession:
         """Begin a session of a snapshot."""
-        files = snapshot.files
-        if snapshot.released or not isinstance(files, KeptFiles) or files.name not in self._uses:
+        self.refuse_closed()
+        files = self._files_of(snapshot)
+        if snapshot.released or files.name not in self._uses:
             raise unusable_snapshot()
         session = await self.begin(snapshot.spec, files.name, below=files.name)
         session.directory, session.variables = snapshot.directory, dict(snapshot.variables)
@@ -107,13 +112,22 @@ class KeepingDriver(SandboxDriver):
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Have a snapshot removed as soon as no fork is built on it."""
         if not snapshot.released:
+            files = self._files_of(snapshot)
             snapshot.released = True
-            if isinstance(snapshot.files, KeptFiles):
-                await self._drop(snapshot.files.name)
-                await self._drop(snapshot.files.below)
+            await self._drop(files.name)
+            await self._drop(files.below)
+
+    def _files_of(self, snapshot: SandboxSnapshot) -> KeptFiles:
+        """Return the files of a snapshot of this driver. Raises :class:`~headrace.base.errors.EpisodeError` for those
+        of another one."""
+        files = snapshot.files
+        if not isinstance(files, KeptFiles) or files.driver is not self:
+            raise unusable_snapshot()
+        return files
 
     async def close(self) -> None:
         """End all sessions, and have all snapshots removed."""
+        self.closed = True
         await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
         kept, self._uses = list(self._uses), Counter()
         for name in reversed(kept):
@@ -121,15 +135,15 @@ class KeepingDriver(SandboxDriver):
 
     async def keep_files(self, session: KeptSession) -> KeptFiles:
         """Return the present files of a session as the service keeps them."""
-        name = await self.keep(session, f"{self.owner}-{next(self._numbers)}")
+        name = await self.keep(session, f"{self.owner}-{next(_NUMBERS)}")
         self._uses[name] = 1
         if session.below:
             self._uses[session.below] += 1
-        return KeptFiles(name=name, below=session.below)
+        return KeptFiles(name=name, below=session.below, driver=self)
 
     def next_name(self) -> str:
         """Return a name for what is made for a session."""
-        return f"headrace-{self.owner}-{next(self._numbers)}"
+        return f"headrace-{self.owner}-{next(_NUMBERS)}"
 
     def enter(self, session: S) -> S:
         """Take a session into the books, and return it."""

@@ -87,6 +87,7 @@ class RemoteDriver(SandboxDriver):
 
     async def start(self, spec: SandboxSpec) -> RemoteSession:
         """Start a sandbox of the image, list its files, and make the session's directory."""
+        self.refuse_closed()
         refuse_invalid(spec)
         session = await self._begin_listed(spec, image_of(self.kind, spec, self.settings.image))
         await session.prepare()
@@ -94,6 +95,7 @@ class RemoteDriver(SandboxDriver):
 
     async def fork(self, snapshot: SandboxSnapshot) -> RemoteSession:
         """Start a sandbox of the image of a snapshot, and make its changes there."""
+        self.refuse_closed()
         files = snapshot.files
         if snapshot.released or not isinstance(files, ChangedFiles) or files not in self._copies:
             raise unusable_snapshot()
@@ -115,14 +117,17 @@ class RemoteDriver(SandboxDriver):
 
     async def release(self, snapshot: SandboxSnapshot) -> None:
         """Give up the copy of a snapshot."""
-        if not snapshot.released:
+        if not snapshot.released and not self.closed:
+            files = snapshot.files
+            if not isinstance(files, ChangedFiles) or files not in self._copies:
+                raise unusable_snapshot()
             snapshot.released = True
-            if isinstance(snapshot.files, ChangedFiles):
-                self._copies.discard(snapshot.files)
-                snapshot.files.release()
+            self._copies.discard(files)
+            files.release()
 
     async def close(self) -> None:
         """End all sessions, and give up all copies."""
+        self.closed = True
         await asyncio.gather(*(session.give_up("its driver was closed") for session in list(self._sessions)))
         for files in self._copies:
             files.release()

@@ -113,7 +113,7 @@ run() { # run a command: SIZE WORDS WALL OUTPUT CPU MEMORY FILE OPEN
   most=$((limits[1] / 1024 + 2))
   exec {out}> >(collect out "$most") && readers+=($!)
   exec {err}> >(collect err "$most") && readers+=($!)
-  exec {state}> >(collect state 66)
+  exec {state}> >(collect state 1024)
   readers+=($!)
   look
   spared=()

@@ -224,9 +224,7 @@ def _execution(answer: Sequence[str], outputs: Sequence[bytes], limits: SandboxL
         reason = Reason.OUTPUT
     if reason is Reason.EXITED and status < 0:
         reason = by_signal(-status, cpu_s, limits)
-    return Execution(
-        reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state[: 1 << 16]
-    )
+    return Execution(reason=reason, stdout=stdout[:most], stderr=stderr[:most], status=status, cpu_s=cpu_s, state=state)
 
 
 def _cpu_s(text: str) -> float:
