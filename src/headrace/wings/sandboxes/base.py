@@ -249,8 +249,8 @@ class SandboxSession(ABC):
         if not _is_clean(command) or len(_encoded(command)) > MAX_COMMAND_BYTES:
             raise EpisodeError(
                 f"a command of {len(command)} characters cannot be given to a shell",
-                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: write "
-                "a file and run that",
+                remedy=f"keep it under {MAX_COMMAND_BYTES} bytes of UTF-8, without zero bytes and lone surrogates: "
+                "write a file and run that",
                 reason="session_command",
             )
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", _SHELL_SCRIPT, "bash", command]

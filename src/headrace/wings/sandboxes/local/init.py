@@ -182,7 +182,7 @@ def enter_directory(path: str) -> None:
 
 
 def names(user: int) -> dict[str, str]:
-    """Return the files of /etc that give the user of the session and its 127.0.0.1 their names, which programs ask for."""
+    """Return the files of /etc that name the user of the session and its 127.0.0.1: programs ask for both."""
     return {
         "passwd": f"agent:x:{user}:{user}::/tmp:/bin/bash\n",
         "group": f"agent:x:{user}:\n",
