@@ -37,6 +37,15 @@ class FakeService(ABC):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def settle(self) -> None:
+        """Wait until all that was spawned has ended."""
+
+        async def wait() -> None:
+            if self._tasks:
+                await asyncio.wait(list(self._tasks), timeout=30.0)
+
+        asyncio.run_coroutine_threadsafe(wait(), self._loop).result()
+
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join()
