@@ -64,14 +64,22 @@ def test_ranks_share_what_is_sharded_and_copies_keep_all(prepared: Prepare) -> N
             kept = parts[rank].bytes_by_use
             assert kept["optimizer"] == alone["optimizer"] / ways
             assert kept["activations up to"] == alone["activations up to"]
-    context = named(prepared("learner.parallel.context=2"))["learner-1"].bytes_by_use
-    assert context["activations up to"] == alone["activations up to"] / 2
+    for way in ("context", "tensor"):
+        shared = named(prepared(f"learner.parallel.{way}=2"))["learner-1"].bytes_by_use
+        assert shared["activations up to"] == alone["activations up to"] / 2
 
 
 def test_an_adapter_alone_has_gradients_and_no_second_copy_of_the_base(prepared: Prepare) -> None:
     plain, adapted = named(prepared()), named(prepared("model.lora.rank=4"))
     assert 0 < adapted["learner"].bytes_by_use["gradients"] < plain["learner"].bytes_by_use["gradients"] / 2
     assert adapted["engine"].bytes_by_use["weights"] < 0.8 * plain["engine"].bytes_by_use["weights"]
+    alone, ranked = (
+        named(prepared("model.lora.rank=4", *more))["learner"].bytes_by_use
+        for more in ([], ["learner.parallel.data=2"])
+    )
+    assert (ranked["gradients"], ranked["optimizer"]) == (alone["gradients"], alone["optimizer"])
+    base = plain["learner"].bytes_by_use["weights"]
+    assert ranked["weights"] == pytest.approx(alone["weights"] - base / 2)
 
 
 def test_gpus_have_the_names_of_the_driver_where_these_differ(

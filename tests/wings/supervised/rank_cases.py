@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +23,33 @@ TINY = 1e-12
 """The scale of a gradient that is zero everywhere, such as that of A while B is 0."""
 BY_TOKENS: tuple[dict[str, int], ...] = ({"data": 2}, {"context": 2})
 """The layouts that cut a batch: every loss is computed over them."""
-LAYOUTS: tuple[dict[str, int], ...] = (*BY_TOKENS, {"replicate": 2}, {"tensor": 2})
-"""All layouts. Those that cut the weights alone are the same for every loss."""
+BY_WEIGHTS: tuple[dict[str, int], ...] = ({"replicate": 2}, {"tensor": 2})
+"""The layouts that copy or cut the weights, of which a loss sees nothing."""
 
 
 def layouts_of(loss: str) -> tuple[dict[str, int], ...]:
-    """Return the layouts over which a loss is computed."""
-    return LAYOUTS if loss.startswith("sft") else BY_TOKENS
+    """Return the layouts over which a loss is computed every day; the slow tests have the others."""
+    return (*BY_TOKENS, *BY_WEIGHTS) if loss.startswith("sft") else BY_TOKENS
 
 
 def given_rows(directory: Path) -> dict[str, Any]:
+    """What :func:`_compared` finds over the layouts of every day."""
+    return _compared(directory, layouts_of)
+
+
+def given_rows_by_weights(directory: Path) -> dict[str, Any]:
+    """What :func:`_compared` finds over the others."""
+    return _compared(directory, lambda loss: BY_WEIGHTS)
+
+
+def _compared(directory: Path, layouts: Callable[[str], Sequence[dict[str, int]]]) -> dict[str, Any]:
     """By loss and layout: the losses of all steps, the loss of the last batch without training, and how far the first
     gradient and the last weights are from those that one process has left in the directory."""
     found: dict[str, Any] = {}
     for path in sorted(directory.glob("*.run.json")):
         tree, name = json.loads(path.read_text()), path.name.removesuffix(".run.json")
         batches = MessageCodec(list[Batch]).decode((directory / f"{name}.batches").read_bytes())
-        for layout in layouts_of(name):
+        for layout in layouts(name):
             config = load_tuning(VERBS[tree["verb"]], _on(tree["config"], layout))
             core = open_learner(config, Ranks(config.learner.parallel, torch.device("cpu")), "", len(batches))
             found[f"{name} {json.dumps(layout)}"] = _trained(core, batches, directory / name)

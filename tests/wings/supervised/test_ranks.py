@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from tests.learner.builders import gradients
 from tests.learner.test_parallel import Found, answer, run
 from tests.once import once, shared_directory
 from tests.wings.supervised.material import chat_model, conversations, settings, write_rows
-from tests.wings.supervised.rank_cases import layouts_of
+from tests.wings.supervised.rank_cases import BY_WEIGHTS, layouts_of
 from tests.wings.supervised.test_against_trl import PLAIN, learner_of, prepared_for
 from tests.wings.supervised.test_runs import run_file
 
@@ -47,13 +48,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def compared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    directory = shared_directory(tmp_path_factory, "given rows")
-    return once(directory, "compared", lambda: found_in(directory, model))
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return shared_directory(tmp_path_factory, "given rows")
 
 
-def found_in(directory: Path, model: Path) -> tuple[Found, Found]:
-    """What two ranks found for every loss, and one process; for two losses of an adapter, too."""
+@pytest.fixture(scope="module")
+def alone(model: Path, place: Path) -> Found:
+    return once(place, "alone", lambda: found_alone(place, model))
+
+
+def found_alone(directory: Path, model: Path) -> Found:
+    """What one process finds for every loss, and for two losses of an adapter; with files for the ranks."""
     alone: Found = {}
     for name in COMPARED:
         loss, _, adapter = name.partition(" with an ")
@@ -73,13 +78,26 @@ def found_in(directory: Path, model: Path) -> tuple[Found, Found]:
         losses += [core.train(batch).metrics["loss"] for batch in batches[1:]]
         save_file(weight_tensors(core.model), directory / f"{name}.weights")
         alone[name] = {"losses": losses, "without training": core.evaluate(batches[-1])["loss"]}
-    return answer(run(directory, 2, ["given_rows"]), "given_rows"), alone
+    return alone
+
+
+def found_by_ranks(place: Path, case: str) -> Found:
+    return once(place, case, lambda: answer(run(place, 2, [case]), case))
 
 
 @pytest.mark.parametrize("name", COMPARED)
-def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, compared: tuple[Found, Found]) -> None:
-    found, alone = compared
-    for layout in layouts_of(name):
+def test_every_loss_gradient_and_weight_is_that_of_one_process(name: str, place: Path, alone: Found) -> None:
+    assert_same(name, found_by_ranks(place, "given_rows"), alone, layouts_of(name))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMPARED)
+def test_copies_and_parts_of_weights_change_no_loss(name: str, place: Path, alone: Found) -> None:
+    assert_same(name, found_by_ranks(place, "given_rows_by_weights"), alone, BY_WEIGHTS)
+
+
+def assert_same(name: str, found: Found, alone: Found, layouts: Sequence[dict[str, int]]) -> None:
+    for layout in layouts:
         ranked = found[f"{name} {json.dumps(layout)}"]
         assert ranked["losses"] == pytest.approx(alone[name]["losses"], rel=1e-5), layout
         assert ranked["without training"] == pytest.approx(alone[name]["without training"], rel=1e-5), layout

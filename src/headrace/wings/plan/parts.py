@@ -7,6 +7,7 @@ leave out what libraries and temporary buffers take.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -18,12 +19,11 @@ from headrace.models.config import ModelConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
-from headrace.wings.plan.catalogue import model as shape_of
-from headrace.wings.plan.sizing import SizingRequest, activation_bytes, engine_bytes, learner_parts
+from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engine_bytes, learner_parts
 from headrace.wings.plan.verb import asked_of
 
-GB, MB = 1e9, 1e6
-"""The units in which memory is told."""
+MB = 1e6
+"""Number of bytes in the unit in which less than a GB is told."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,9 +61,10 @@ def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:
     config, devices = prepared.config, prepared.devices
     yield MappedPart(name="controller", where="this machine")
     ranks = [f"learner-{rank}" if rank else "learner" for rank in range(len(devices.learner))]
+    of_a_rank = _learner_bytes(prepared) if ranks else {}
     for name, device in zip(ranks, devices.learner, strict=True):
         where = _where(prepared, device, "learner", len(ranks))
-        yield MappedPart(name=name, where=where, bytes_by_use=_learner_bytes(prepared))
+        yield MappedPart(name=name, where=where, bytes_by_use=of_a_rank)
     models = _engine_models(prepared)
     for (name, model), device in zip(models.items(), devices.engines, strict=True):
         where = _where(prepared, device, "engine", len(models))
@@ -89,32 +90,34 @@ def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:
 
 def _learner_bytes(prepared: Prepared) -> dict[str, float]:
     """Return the bytes that one rank of the learner keeps; nothing for a model whose sizes are not known."""
-    config = prepared.config
-    try:
-        request = asked_of(config)
-    except ConfigError:
+    request, parallel = _request(prepared, prepared.config.model), prepared.config.learner.parallel
+    if request is None:
         return {}
-    parallel = config.learner.parallel
-    shards = parallel.world / parallel.replicate
-    kept = {use: size / shards for use, size in learner_parts(request).items()}
-    passes = activation_bytes(request, float(prepared.max_context)) / parallel.context
+    kept, shards = learner_parts(request), parallel.world / parallel.replicate
+    if request.model.lora is None:
+        kept = {use: size / shards for use, size in kept.items()}
+    else:  # every rank has the whole adapters, and a part of the base
+        kept["weights"] -= request.weight_bytes * (1 - 1 / shards)
+    passes = activation_bytes(request, float(prepared.max_context)) / (parallel.context * parallel.tensor)
     return {**kept, "activations up to": passes}
 
 
 def _engine_bytes(prepared: Prepared, model: ModelConfig, *, trained: bool) -> dict[str, float]:
     """Return the bytes that one engine keeps; nothing for a model whose sizes are not known. Weights that are not
     ``trained`` have no second copy, since no others come."""
-    engine = prepared.config.engine
-    try:
-        request = SizingRequest(
-            shape=shape_of(model.path), model=model, engine=engine, flow=prepared.config.flow,
-            sync=prepared.config.sync, learner=prepared.config.learner,
-        )  # fmt: skip
-    except ConfigError:
+    request, engine = _request(prepared, model), prepared.config.engine
+    if request is None:
         return {}
     tokens = engine.cache_tokens or engine.max_sequences * prepared.max_context
     cache = float(tokens * request.shape.kv_numbers * request.bytes_per_number)
     return {"weights": engine_bytes(request) if trained else request.weight_bytes, "cache up to": cache}
+
+
+def _request(prepared: Prepared, model: ModelConfig) -> SizingRequest | None:
+    """Return the settings that decide about the memory of ``model``; ``None`` for one whose sizes are not known."""
+    with suppress(ConfigError):
+        return asked_of(prepared.config.model_copy(update={"model": model}))
+    return None
 
 
 def _where(prepared: Prepared, device: str, role: Literal["engine", "learner"], count: int) -> str:

@@ -16,10 +16,7 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes.base import SandboxSession
-
-_UNPACK = '"$1" -x -p -m --no-overwrite-dir --keep-directory-symlink -f - -C /'
 
 
 class RefusedFile(ValueError):
@@ -65,15 +62,9 @@ def packed_files(
 
 
 async def unpack(session: SandboxSession, archive: bytes) -> None:
-    """Write the files of such an archive into a session. Raises :class:`~headrace.base.errors.EpisodeError` where they
-    cannot be written."""
-    done = await session.run_apart(_UNPACK, session.programs["tar"], stdin=archive)
-    if done.status != 0:
-        raise EpisodeError(
-            f"files of a session cannot be written: {done.stderr.decode('utf-8', 'replace')[:300]}{done.reason}",
-            remedy="write to folders of the session's own, and stay within limits.disk_bytes",
-            reason="session_file",
-        )
+    """Write the files of such an archive into a session; a link to a folder stands for the folder, as in docker. Raises
+    :class:`~headrace.base.errors.EpisodeError` where they cannot be written."""
+    await session.unpack(archive, "-m", "--keep-directory-symlink")
 
 
 def ignore_rules(text: str) -> Callable[[str], bool]:

@@ -383,15 +383,12 @@ class SandboxSession(ABC):
             )
         return done.stdout
 
-    async def unpack(self, archive: bytes) -> None:
-        """Write the files of an archive that :meth:`pack` has made."""
+    async def unpack(self, archive: bytes, *options: str) -> None:
+        """Write the files of a tar archive, with their modes; ``options`` are more of GNU tar. Raises
+        :class:`~headrace.base.errors.EpisodeError` if that fails, with the words of tar."""
+        argv = [self.programs["tar"], "--no-overwrite-dir", "-p", *options, "-xf", "-", "-C", "/"]
         async with self._running():
-            await self._unpack(archive, "/", extra=("--no-overwrite-dir", "-p"))
-
-    async def _unpack(self, archive: bytes, directory: str, *, extra: Sequence[str]) -> None:
-        """Write the files of a tar archive below a directory. Raises :class:`~headrace.base.errors.EpisodeError` if
-        that fails, with the words of tar."""
-        await self._pass_archive([self.programs["tar"], *extra, "-xf", "-", "-C", directory], archive)
+            await self._pass_archive(argv, archive)
 
     async def _pass_archive(self, argv: Sequence[str], archive: bytes) -> None:
         """Run a program that unpacks an archive. Raises :class:`~headrace.base.errors.EpisodeError` with its words if

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -69,8 +69,7 @@ class Worlds:
         self._opening = asyncio.Lock()
         self._made: OrderedDict[str, SandboxSnapshot] = OrderedDict()
         self._making: dict[str, asyncio.Lock] = {}
-        self._failures: Counter[str] = Counter()
-        self._last_failure: dict[str, EpisodeError] = {}
+        self._failed: dict[str, EpisodeError] = {}
         self._moments = MomentStore(config.episodes)
 
     async def attempt(
@@ -102,17 +101,16 @@ class Worlds:
     async def _enter(self, driver: SandboxDriver, key: str, task: TaskDirectory) -> SandboxSession:
         """Return a session in the world of ``task``. An environment that could not be made fails all who waited for it;
         the next one tries again."""
-        failures = self._failures[key]
+        before = self._failed.get(key)
         async with self._making.setdefault(key, asyncio.Lock()):
-            if self._failures[key] > failures:
-                last = self._last_failure[key]
-                raise EpisodeError(last.problem, remedy=last.remedy, reason=last.reason)
+            failed = self._failed.get(key)
+            if failed is not None and failed is not before:
+                raise EpisodeError(failed.problem, remedy=failed.remedy, reason=failed.reason)
             if key not in self._made:
                 try:
                     self._made[key] = await self._make(driver, task)
                 except EpisodeError as error:
-                    self._failures[key] += 1
-                    self._last_failure[key] = error
+                    self._failed[key] = error
                     raise
             self._made.move_to_end(key)
             session = await driver.fork(self._made[key])

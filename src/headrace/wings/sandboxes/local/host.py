@@ -63,9 +63,8 @@ class SandboxHost:
         """Try every guard, and mount the place for the files. Raises ``OSError`` where sessions are impossible."""
         if os.getuid() != 0 or not processes.succeeds(_use_rights):
             self.missing["user"] = "only root with all rights can start a process as another user"
-            user_namespace.enter(
-                FIRST_USER if os.getuid() == 0 else None
-            )  # where it is no root: sessions are not either
+            # a root without rights gives up its number, since sessions are no root's
+            user_namespace.enter(FIRST_USER if os.getuid() == 0 else None)
         self._layers = root.Layers(self._order["readable"])
         if self._bwrap:
             self._layers.show_machine({"local": HERE, "sandbox": self._order["sandbox"]})
