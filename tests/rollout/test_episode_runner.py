@@ -20,6 +20,7 @@ from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
 from headrace.rollout import EpisodeRunner
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode, SingleTurn
+from headrace.rollout.environments.base import LAST
 from headrace.rollout.history import prompt_digest
 from headrace.rollout.runner import episode_seed
 from headrace.testing import FakeEngine
@@ -155,7 +156,9 @@ class Fails(SingleTurn):
             self.left -= 1
             raise self.error
         await episode.sample([*task.prompt_ids_T, 7, 9])
-        return AttemptOutcome(reward=0.5, turn_rewards={1: 0.5}, turn_extra={3: {"files": "+ a"}})
+        return AttemptOutcome(
+            reward=0.5, turn_rewards={1: 0.5}, turn_extra={3: {"files": "+ a"}, LAST: {"tests": "cut"}}
+        )
 
 
 def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> None:
@@ -165,7 +168,7 @@ def test_an_attempt_that_is_made_again_gets_the_answers_that_it_got_before() -> 
     assert [prompt for prompt, _ in engine.asked] == [[5, 6], [5, 6, 7, 9]]
     assert [turn.author for turn in episode.turns] == ["task", "policy", "user", "policy"]
     assert [turn.reward for turn in episode.turns] == [None, 0.5, None, None]
-    assert [turn.extra for turn in episode.turns] == [{}, {}, {}, {"files": "+ a"}]
+    assert [turn.extra for turn in episode.turns] == [{}, {}, {}, {"files": "+ a", "tests": "cut"}]
 
 
 def test_an_episode_that_is_cancelled_is_not_attempted_again_whatever_its_environment_makes_of_it() -> None:

@@ -34,6 +34,7 @@ from headrace.rollout.agents import FROZEN_AGENT, POLICY_ALONE, Agents, of_froze
 from headrace.rollout.chat import Chat
 from headrace.rollout.conversations import UNLIMITED, Conversations, EpisodeLimits, TurnRequest
 from headrace.rollout.environments import AttemptOutcome, Environment
+from headrace.rollout.environments.base import LAST
 
 RETRIED = ("env_error", "env_timeout", "env_crashed", "env_blocked")
 """The reasons of failure after which an episode is attempted again, while ``env.retries`` are left."""
@@ -347,11 +348,14 @@ def _apply(outcome: AttemptOutcome, episode: EpisodeGraph, turns: Sequence[Turn]
     """Record the ``outcome`` of the attempt, rewards and which turns carry loss, in ``episode``, and mark it as
     finished. ``turns`` are those of the attempt. Raises :class:`~headrace.base.errors.EpisodeError` if an agent has no
     reward."""
+    last = max((index for index, turn in enumerate(turns) if turn.stop_reason is not None), default=-1)
     for index, turn in enumerate(turns):
         is_left_out = outcome.trained is not None and turn.stop_reason is not None and index not in outcome.trained
         reason = turn.untrained or (NOT_CHOSEN if is_left_out else "")
         reward = outcome.turn_rewards.get(index)
         columns = outcome.turn_extra.get(index)
+        if index == last and LAST in outcome.turn_extra:
+            columns = {**(columns or {}), **outcome.turn_extra[LAST]}
         stays = (reason, reward, columns) == (turn.untrained, turn.reward, None)  # as most turns do
         changes = {"untrained": reason, "reward": reward, "extra": {**turn.extra, **(columns or {})}}
         episode.turns.append(turn if stays else msgspec.structs.replace(turn, **changes))

@@ -159,6 +159,7 @@ def test_a_task_of_terminal_bench_is_judged_by_its_pytest(runner: asyncio.Runner
 def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", HARBOR)
     assert attempt(runner, directory, [SOLVED, "submit"], action="line", system="")[0].reward == 1.0
+    assert attempt(runner, directory, [block(SOLVED), "submit"], action="line")[0].reward == 1.0
     call = ToolCall(id="1", name="run", arguments=json.dumps({"command": f"{SOLVED}; cat answer.sh"}))
     episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
     assert episode.reward == 1.0
@@ -391,6 +392,12 @@ def test_tests_may_print_more_than_a_command_may(runner: asyncio.Runner, tmp_pat
     printing = "import pathlib\n\n\ndef test_it():\n    print('x' * 3000000)\n"
     directory = write_task(tmp_path / "bench", TERMINAL_BENCH, **{"tests/test_outputs.py": printing})
     assert attempt(runner, directory, ["submit"])[0].reward == 1.0
+
+
+def test_a_shell_that_lost_its_state_says_so_to_the_model(runner: asyncio.Runner, tmp_path: Path) -> None:
+    directory = write_task(tmp_path / "task", HARBOR)
+    _, read = attempt(runner, directory, [block("cd /tmp; exec echo hi"), block("submit")])
+    assert read[1].startswith("hi\n[the next command begins where this one began: ")
 
 
 def test_a_limit_that_ends_the_tests_is_recorded(runner: asyncio.Runner, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ import pytest
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.flow.ledger.opening import open_ledger
 from headrace.models.tiny import TinySpec, make_tiny
+from headrace.rollout.environments.base import LAST
 from headrace.rollout.environments.entry import as_rollout
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.environments.registry import ENVIRONMENTS
@@ -107,7 +108,14 @@ def test_a_program_reaches_its_episode_and_its_tests_are_the_reward(
     assert [path.name for path in (tmp_path / "kept/one-0").iterdir()] == ["transcript.json"]
     found = json.loads((tmp_path / "kept/one-0/transcript.json").read_text())
     assert found == {"command": solving.answer, "directory": "/app"}
-    assert attempt(runner, task, Endpoint("true"), sandbox=kind).reward == 0.25
+    unsolved = attempt(runner, task, Endpoint("true"), sandbox=kind)
+    assert (unsolved.reward, unsolved.extra) == (0.25, {})
+
+
+def test_a_limit_that_ends_the_tests_is_recorded_with_the_last_answer(runner: asyncio.Runner, tmp_path: Path) -> None:
+    changes = {"tests/test.sh": "sleep 99", "task.toml": "[verifier]\ntimeout_sec = 0.5"}
+    ended = attempt(runner, write_task(tmp_path / "one", HARBOR, **changes), Endpoint("true"))
+    assert (ended.reward, ended.extra) == (0.0, {LAST: {"tests": "ended: wall time"}})
 
 
 def test_an_endpoint_elsewhere_is_reached_under_the_address_of_the_session(

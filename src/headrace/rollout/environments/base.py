@@ -86,6 +86,10 @@ class OpenEpisode(Answering, Protocol):
         ...
 
 
+LAST = -1
+"""In place of the index of a turn: the last answer of the attempt, whichever that is."""
+
+
 class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of an attempt at a task, as its environment returns it."""
 
@@ -98,7 +102,8 @@ class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):
     trained: tuple[int, ...] | None = None
     """The sampled turns that carry loss; ``None``: all of them."""
     turn_extra: dict[int, dict[str, str | float]] = {}
-    """The columns that the environment has recorded about single turns, by their indices."""
+    """The columns that the environment has recorded about single turns, by their indices; by :data:`LAST`, about the
+    last answer."""
 
 
 class Environment(Protocol):

@@ -132,7 +132,8 @@ class Episode(msgspec.Struct, frozen=True, kw_only=True):
     trained: Sequence[Reply] | None = None
     """The answers that carry loss (the others do not, with the reason ``not_chosen``); ``None``: all of them."""
     extra: Mapping[int, Mapping[str, str | float]] = {}
-    """Columns about single answers that are shown with the episode, by ``reply.turn``."""
+    """Columns about single answers that are shown with the episode, by ``reply.turn``. Where a program asks for the
+    answers and the rollout sees none, :data:`~headrace.rollout.environments.base.LAST` names the last one."""
 
 
 def _as_options(options: Mapping[str, Any]) -> ChatOptions:

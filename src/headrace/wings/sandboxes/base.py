@@ -368,21 +368,6 @@ class SandboxSession(ABC):
                 remedy="choose one that is not of the system, such as /workspace",
             )
 
-    async def pack(self, without: Sequence[str]) -> bytes:
-        """Return all files of the session as a tar archive, for drivers that copy; ``without`` are paths that a new
-        session has by itself."""
-        excluded = [f"--exclude=.{path}" for path in without]
-        argv = [self.programs["tar"], "--one-file-system", "--anchored", *excluded, "-cf", "-", "."]
-        limits = replace(self.spec.limits, output_bytes=2 * self.spec.limits.disk_bytes)
-        done = await self.execute(argv, stdin=b"", directory="/", variables=ENVIRONMENT, limits=limits)
-        if done.status != 0:
-            raise EpisodeError(
-                f"the files of a session cannot be copied: {done.stderr.decode('utf-8', 'replace')[:300]}{done.reason}",
-                remedy="make all of them readable for their owner",
-                reason="session_snapshot",
-            )
-        return done.stdout
-
     async def unpack(self, archive: bytes, *options: str) -> None:
         """Write the files of a tar archive, with their modes; ``options`` are more of GNU tar. Raises
         :class:`~headrace.base.errors.EpisodeError` if that fails, with the words of tar."""

@@ -55,7 +55,8 @@ class ShellSettings(WorldSettings):
     """The settings of the environment: ``env.options``."""
 
     action: Literal["block", "line", "tool"] = "block"
-    """How an answer gives a command: as a block in triple backquotes, as its whole text, or as a call of a tool."""
+    """How an answer gives a command: as a block in triple backquotes, as its whole text, with or without such a block
+    around it, or as a call of a tool."""
     system: str | None = None
     """The system prompt; unset: one that explains the form of actions; empty: none."""
     commands: int = Field(default=30, ge=1)
@@ -140,8 +141,10 @@ class ShellEnv(Env):
 
     async def _act(self, message: Message) -> StepResult:
         """Do what an answer says."""
+        if self.settings.action == "tool":
+            return await self._end()
         command = self._command_in(message)
-        if command == SUBMIT or self.settings.action == "tool":
+        if command == SUBMIT:
             return await self._end()
         if command is None:
             self._commands += 1
@@ -233,10 +236,12 @@ class ShellEnv(Env):
 
     def _command_in(self, message: Message) -> str | None:
         """Return the command of an answer; ``None`` if it has none, or several."""
-        if self.settings.action != "block":
-            return message.content.strip()
+        text = message.content.strip()
+        if self.settings.action == "line":
+            whole = _BLOCK.fullmatch(text)
+            return whole[1].strip() if whole else text
         found = _BLOCK.findall(message.content)
-        if not found and message.content.strip() == SUBMIT:
+        if not found and text == SUBMIT:
             return SUBMIT
         return found[0].strip() if len(found) == 1 else None
 
@@ -249,8 +254,7 @@ class ShellEnv(Env):
         assert self._task is not None
         await self._servers.aclose()
         graded = await grade(await self._enter(), self._task)
-        if graded.ended:
-            self._shown["tests"] = f"ended: {graded.ended}"
+        self._shown |= graded.columns
         return StepResult(reward=graded.reward, done=True)
 
     def _observation(self, done: Finished) -> str:
@@ -259,7 +263,8 @@ class ShellEnv(Env):
         if done.reason is not Reason.EXITED:
             return f"{text}\n[the command was ended: {done.reason.replace('_', ' ')}]".lstrip("\n")
         ending = f"[exit code {done.exit_code}]" if done.exit_code or not text.strip() else ""
-        return "\n".join(part for part in (text.rstrip("\n"), ending) if part)
+        lost = f"[{done.detail}]" if done.detail else ""
+        return "\n".join(part for part in (text.rstrip("\n"), ending, lost) if part)
 
     def _shortened(self, text: str) -> str:
         """Return the beginning and the end of a text that is too long."""

@@ -17,6 +17,7 @@ from urllib.parse import SplitResult, urlsplit
 from pydantic import Field, model_validator
 
 from headrace.base.errors import ConfigError, EnvError, EpisodeError, visible
+from headrace.rollout.environments.base import LAST
 from headrace.rollout.environments.policy import Episode, EpisodePolicy
 from headrace.rollout.scoring.sandbox import Finished, Reason
 from headrace.rollout.scoring.sandbox.base import MIB
@@ -93,7 +94,8 @@ async def run_harness(task: Mapping[str, Any], policy: EpisodePolicy, **options:
                 remedy="correct env.options.command, or set env.options.on_exit_code = 'grade'",
                 reason="program_failed",
             )
-        return Episode(reward=(await grade(session, assigned)).reward)
+        graded = await grade(session, assigned)
+        return Episode(reward=graded.reward, extra={LAST: graded.columns} if graded.columns else {})
 
 
 async def _work(

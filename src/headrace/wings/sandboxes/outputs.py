@@ -39,6 +39,11 @@ class TestsReward:
     ended: str = ""
     """Why the tests did not come to their end; empty: they did."""
 
+    @property
+    def columns(self) -> dict[str, str | float]:
+        """What is shown with the episode's last answer."""
+        return {"tests": f"ended: {self.ended}"} if self.ended else {}
+
 
 async def run_tests(session: SandboxSession, command: str, wall_s: float) -> TestsRun:
     """Run tests by a command, for ``wall_s`` seconds at most; processes that they leave are ended."""

@@ -276,7 +276,8 @@ class EpisodeDone(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     trained: tuple[int, ...] | None = None
     """The indices of the sampled turns that carry loss; ``None`` for all of them."""
     turn_extra: dict[int, dict[str, str | float]] = {}
-    """The columns that the environment has recorded about single turns, by the index of the turn."""
+    """The columns that the environment has recorded about single turns, by the index of the turn; by -1, about the last
+    answer."""
     reason: str = ""
     """The short name under which the run counts the failure; empty if the episode did not fail."""
     problem: str = ""

@@ -4,32 +4,31 @@
     LocalSession ══ channel ══ supervisor           one for each session, and a new one after each snapshot
 
 Snapshots: where the host has overlays, the layer that a session has written is left as it is, and the session goes on
-in a new layer above it; forks do the same. Elsewhere the files are copied, as an archive without a name on the disk.
+in a new layer above it; forks do the same. Elsewhere the files are copied, by ``tar`` in the session to a file
+without a name on the disk: its descriptor is passed, and the bytes go through no other process.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-import os
 import shutil
 import socket
 import sys
-import tempfile
 from asyncio.subprocess import DEVNULL, Process
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
-from typing import IO, Any, Self
+from typing import IO, Any, Literal, Self
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import EnvError, EpisodeError
 from headrace.rollout.scoring import sandbox
 from headrace.rollout.scoring.sandbox import Reason, SandboxLimits
-from headrace.rollout.scoring.sandbox.run import by_signal, readable_paths
+from headrace.rollout.scoring.sandbox.run import ENVIRONMENT, by_signal, readable_paths
 from headrace.wings.sandboxes.base import (
     DriverLost,
     Execution,
@@ -42,6 +41,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
+from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles
 from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
@@ -139,7 +139,7 @@ class LocalDriver(SandboxDriver):
         session = await self._begin(snapshot.spec, layers, files.user)
         if isinstance(files, CopiedFiles):
             try:
-                await session.unpack(await asyncio.to_thread(files.content))
+                await session.put_files(files)
             except BaseException:
                 await session.stop()
                 raise
@@ -189,20 +189,20 @@ class LocalDriver(SandboxDriver):
         return f"{next(self._numbers)}/0"
 
     async def start_supervisor(self, order: dict[str, Any]) -> tuple[socket.socket, socket.socket]:
-        """Have the host start a supervisor. Return the channel to it, and the socket on which the listeners of its
-        session arrive."""
+        """Have the host start a supervisor. Return the channel to it, and the socket for file descriptors, on which
+        the listeners of its session arrive."""
         channel, other_end = socket.socketpair()
-        listeners, way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors, way = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
-        listeners.setblocking(False)
+        descriptors.setblocking(False)
         with other_end, way:
             try:
                 await self._send({"do": "start", **order}, [other_end.fileno(), way.fileno()])
             except BaseException:
                 channel.close()
-                listeners.close()
+                descriptors.close()
                 raise
-        return channel, listeners
+        return channel, descriptors
 
     async def kill(self, name: str) -> None:
         """Kill the supervisor of a session that does not answer, and with it the session."""
@@ -240,38 +240,6 @@ class LocalDriver(SandboxDriver):
                 ) from None
 
 
-class LayerFiles:
-    """The files of a snapshot as layers that nothing writes to any more."""
-
-    def __init__(self, driver: LocalDriver, layers: list[str], user: int) -> None:
-        """``layers`` of ``driver`` are in order, and ``user`` owns their files."""
-        self.driver = driver
-        self.layers = layers
-        self.user = user
-
-
-class CopiedFiles:
-    """The files of a snapshot as an archive without a name on the disk: it ends with this process."""
-
-    user = 0
-
-    def __init__(self, driver: LocalDriver, archive: bytes) -> None:
-        """Keep an archive of a session of ``driver``."""
-        self.driver = driver
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
-        self._file.write(archive)
-
-    def content(self) -> bytes:
-        """Return the archive."""
-        descriptor = self._file.fileno()
-        self._file.flush()
-        return os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-
-    def close(self) -> None:
-        """Free the disk."""
-        self._file.close()
-
-
 class LocalSession(SandboxSession):
     """A session on this machine."""
 
@@ -284,21 +252,21 @@ class LocalSession(SandboxSession):
         self._until_s = RealClock().now() + spec.life_s
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
+        self._descriptors: socket.socket | None = None
         self._forwards: list[PortForward] = []
 
     async def connect(self) -> None:
         """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`
         if it cannot start."""
-        channel, listeners = await self._driver.start_supervisor({
+        channel, self._descriptors = await self._driver.start_supervisor({
             "session": self._name, "layers": self._layers, "limits": asdict(self.spec.limits), "user": self._user,
             "life_s": max(0.0, self._until_s - RealClock().now()), "loopback": self.spec.loopback,
             "ports": list(self.spec.forwards),
         })  # fmt: skip
-        with listeners:
-            self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
-            record, _ = await self._answer(STARTED_S)
-            if "error" not in record:
-                self._forwards = await serve_forwards(listeners, list(self.spec.forwards.values()))
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
+        record, _ = await self._answer(STARTED_S)
+        if "error" not in record:
+            self._forwards = await serve_forwards(self._descriptors, list(self.spec.forwards.values()))
         if "error" in record:
             self.lose(record["error"])
             raise EpisodeError(
@@ -317,12 +285,19 @@ class LocalSession(SandboxSession):
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
         """Run a program in the session."""
+        order = {"argv": list(argv), "env": dict(variables), "cwd": directory}
+        return await self._carry_out(order, limits, data=stdin)
+
+    async def _carry_out(
+        self, order: dict[str, Any], limits: SandboxLimits, *, data: bytes = b"", file: IO[bytes] | None = None
+    ) -> Execution:
+        """Run a program in the session with ``data`` as its standard input. ``file``, if given, takes the place of the
+        stream ``order["file"]``: 0 or 1."""
         order = {
-            "do": "run", "argv": list(argv), "env": dict(variables), "cwd": directory,
-            "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
+            **order, "do": "run", "wall_s": limits.wall_s, "output_bytes": limits.output_bytes,
             "limits": {name: getattr(limits, name) for name in OF_A_PROCESS},
         }  # fmt: skip
-        record, data = await self._call(order, stdin, limits.wall_s + GRACE_S)
+        record, data = await self._call(order, data, limits.wall_s + GRACE_S, file)
         outputs, start = [], 0
         for size in record["sizes"]:
             outputs.append(data[start : start + size])
@@ -348,8 +323,7 @@ class LocalSession(SandboxSession):
         """Return the files for a snapshot. With overlays the supervisor ends, and the next call starts another one on a
         new layer."""
         if not self._driver.overlays:
-            archive = await self.pack([*NOT_COPIED, *self._driver.fixed, *self._driver.readable])
-            return await asyncio.to_thread(CopiedFiles, self._driver, archive)
+            return await self._copied_files()
         if len(self._layers) >= MAX_LAYERS:
             raise EpisodeError(
                 f"a line of {MAX_LAYERS} snapshots is as long as the kernel can carry",
@@ -363,6 +337,41 @@ class LocalSession(SandboxSession):
         number = sum(layer.startswith(f"{store}/") for layer in self._layers)
         self._layers.append(f"{store}/{number}")
         return files
+
+    async def _copied_files(self) -> CopiedFiles:
+        """Return a copy of the files that the session does not have by itself. Raises
+        :class:`~headrace.base.errors.EpisodeError` where they cannot be copied."""
+        without = [f"--exclude=.{path}" for path in (*NOT_COPIED, *self._driver.fixed, *self._driver.readable)]
+        argv = [self.programs["tar"], "--one-file-system", "--anchored", *without, "-cf", "-", "."]
+        files = CopiedFiles(self._driver)
+        try:
+            with files.opened("wb") as archive:
+                await self._pass_file(argv, archive, stream=1)
+        except BaseException:
+            files.close()
+            raise
+        return files
+
+    async def put_files(self, files: CopiedFiles) -> None:
+        """Make the files of a new session those of a copy. Raises :class:`~headrace.base.errors.EpisodeError` where
+        they cannot be written."""
+        argv = [self.programs["tar"], "--no-overwrite-dir", "-p", "-xf", "-", "-C", "/"]
+        with files.opened("rb") as archive:
+            await self._pass_file(argv, archive, stream=0)
+
+    async def _pass_file(self, argv: Sequence[str], file: IO[bytes], *, stream: Literal[0, 1]) -> None:
+        """Run a program whose standard input or output is a file of this process. No process of the agent runs
+        meanwhile, which could open it, too."""
+        limits = replace(self.spec.limits, file_bytes=2 * self.spec.limits.disk_bytes)
+        order = {"argv": argv, "env": ENVIRONMENT, "cwd": "/", "file": stream}
+        done = await self._carry_out(order, limits, file=file)
+        if done.status != 0:
+            words = done.stderr.decode("utf-8", "replace")[:300] + done.reason
+            raise EpisodeError(
+                f"the files of a session cannot be copied: {words}",
+                remedy="make all of them readable for their owner, and stay within limits.disk_bytes",
+                reason="session_snapshot",
+            )
 
     @property
     def _own_store(self) -> str:
@@ -390,6 +399,8 @@ class LocalSession(SandboxSession):
         """End the ways out of the session."""
         while self._forwards:
             self._forwards.pop().close()
+        if self._descriptors is not None:
+            self._descriptors.close()
 
     async def _disconnect(self) -> None:
         """Ask the supervisor for the end, and wait for the word that all processes have gone."""
@@ -406,13 +417,18 @@ class LocalSession(SandboxSession):
         self._writer.close()
         self._writer = None
 
-    async def _call(self, order: dict[str, Any], data: bytes, within_s: float) -> tuple[dict[str, Any], bytes]:
-        """Send the supervisor an order, and return its answer. A session that does not answer in time, or whose caller
-        was cancelled, is killed."""
+    async def _call(
+        self, order: dict[str, Any], data: bytes, within_s: float, file: IO[bytes] | None = None
+    ) -> tuple[dict[str, Any], bytes]:
+        """Send the supervisor an order, with a file if there is one, and return its answer. A session that does not
+        answer in time, or whose caller was cancelled, is killed."""
         try:
             if self._writer is None:  # after a snapshot
                 await self.connect()
             assert self._writer is not None
+            assert self._descriptors is not None
+            if file is not None:
+                socket.send_fds(self._descriptors, [b"+"], [file.fileno()])
             self._writer.write(frames.packed(order, data))
             record, more = await self._answer(within_s)
         except asyncio.CancelledError:

@@ -49,14 +49,16 @@ Order = dict[str, Any]
 class RunningCommand:
     """A command in progress, with its input that has not been read yet and its outputs so far."""
 
-    def __init__(self, order: Order, data: bytes) -> None:
-        """Open the pipes of a command, whose standard input is ``data``."""
+    def __init__(self, order: Order, data: bytes, file: int) -> None:
+        """Open the pipes of a command, whose standard input is ``data``. ``file`` is a file descriptor that takes the
+        place of its stream ``order["file"]``, an input or an output; -1: none does."""
         self.order = order
         self.ended: Order = {}
         """How its first process has ended; empty while it runs."""
         self.reason = ""
         """The limit for which it was ended, as a value of ``Reason``; empty if none."""
         self.until_s = now_s() + order["wall_s"]
+        self._file = file
         self._unsent = memoryview(data)
         self._input, *self._outputs = (os.pipe() for _ in range(4))
         self.output = {read_end: bytearray() for read_end, _ in self._outputs}
@@ -76,6 +78,10 @@ class RunningCommand:
         ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
         for end in ends if user != os.getuid() else ():
             os.fchown(end, user, user)
+        if self._file >= 0:
+            stream = self.order["file"]
+            os.close(ends[stream])
+            ends[stream] = self._file
         body = os.memfd_create("command")
         with os.fdopen(body, "wb", closefd=False) as file:
             file.write(json.dumps(message).encode())
@@ -126,6 +132,7 @@ class SessionSupervisor:
         self._channel = channel
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, CHUNK_BYTES)
         channel.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_S, 0))
+        self._way = socket.socket(fileno=os.dup(order["way"]))
         self._received = bytearray()
         self._command: RunningCommand | None = None
         self._until_s = now_s() + order["life_s"]
@@ -234,8 +241,9 @@ class SessionSupervisor:
         return bool(data)
 
     def _run(self, order: Order, data: bytes) -> None:
-        """Start a command."""
-        self._command = command = RunningCommand(order, data)
+        """Start a command. An archive comes and goes through a file of the client, without passing this process."""
+        file = socket.recv_fds(self._way, 1, 1)[1][0] if "file" in order else -1
+        self._command = command = RunningCommand(order, data, file)
         for descriptor in command.output:
             self._poll.register(descriptor, select.POLLIN)
         message = {name: order[name] for name in ("argv", "env", "cwd", "limits")}

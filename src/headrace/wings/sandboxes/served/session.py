@@ -106,15 +106,13 @@ class ServedSession(SandboxSession):
             await self.give_up("its start was cut off")
             raise
         if len(greeting) != len(_PROGRAMS) + 2 or greeting[0] != "+":
-            words = await channel.last_words()
+            words = await channel.last_words() or f"nothing has greeted within {STARTED_S:g} s"
+            remedy = "look at what its service says, and name an image that is there"
             if greeting[:1] == ["-"]:
                 words = f"its image lacks {' '.join(greeting[1:])}"
+                remedy = "name an image with bash 5, coreutils, grep, tar and setsid"
             await self.give_up("it could not start")
-            raise EpisodeError(
-                f"a session cannot start: {words or f'nothing has greeted within {STARTED_S:g} s'}",
-                remedy="name an image that is there, with bash 5, coreutils, grep, tar and setsid",
-                reason="session_start",
-            )
+            raise EpisodeError(f"a session cannot start: {words}", remedy=remedy, reason="session_start")
         self._until_s = RealClock().now() + self.spec.life_s
         entries = base64.b64decode(greeting[1]).decode("utf-8", "replace").split("\0")
         found = without_own(dict(entry.partition("=")[::2] for entry in entries if entry))
