@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-from typing import IO, TYPE_CHECKING, Literal
+from typing import IO, Literal
 
-if TYPE_CHECKING:
-    from headrace.wings.sandboxes.local.driver import LocalDriver
+from headrace.wings.sandboxes.base import SandboxDriver
 
 
 class LayerFiles:
     """The files of a snapshot as layers that nothing writes to any more."""
 
-    def __init__(self, driver: LocalDriver, layers: list[str], user: int) -> None:
+    def __init__(self, driver: SandboxDriver, layers: list[str], user: int) -> None:
         """``layers`` of ``driver`` are in order, and ``user`` owns their files."""
         self.driver = driver
         self.layers = layers
@@ -24,7 +23,7 @@ class CopiedFiles:
 
     user = 0
 
-    def __init__(self, driver: LocalDriver) -> None:
+    def __init__(self, driver: SandboxDriver) -> None:
         """Make room for the archive of a session of ``driver``."""
         self.driver = driver
         self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
