@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections import Counter
 from contextlib import nullcontext
@@ -9,19 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.clock import RealClock
 from headrace.base.errors import ComponentDied, HeadraceError
 from headrace.learner import head, logits
+from headrace.learner.head import HeadMatrix, TopRequest, linear_logprobs, linear_top
 from headrace.learner.parallel.config import ParallelConfig
 from headrace.learner.parallel.load import load_sharded
 from headrace.learner.parallel.mesh import Ranks, explained_rank_loss
 from headrace.learner.parallel.shards import like, local, whole, wholes
+from headrace.learner.vocabulary import VocabularyPart
 from headrace.models import ModelConfig, load_model
 from headrace.models.weights import weight_tensors
 from tests.learner.builders import random_batch
 from tests.learner.sharded import Case, ShardedLearner
+from tests.learner.test_head import asked, problem
 
 Found = dict[str, Any]
 
@@ -178,6 +183,7 @@ def tiles(directory: Path) -> Found:
         "data": ("dense", {"data": 2}),
         "context": ("tied", {"context": 2}),
         "tensor": ("dense", {"tensor": 2}),
+        "tied": ("tied", {"tensor": 2}),
         "capped": ("capped", {"data": 2}),
     }.items():
         logits.linear_logprobs = lambda *args, name=name: (calls.update([name]), whole(*args))[1]
@@ -187,6 +193,37 @@ def tiles(directory: Path) -> Found:
         found[name] = max(_apart(gradient, expected[key]) for key, gradient in gradients(learner).items())
     logits.linear_logprobs, head.TILES = whole, {"cpu": (512, 2048)}
     return {"worst": found, "calls": calls}
+
+
+def vocabulary(directory: Path) -> Found:
+    """How far results and gradients of a head whose rows lie on two ranks are from those of the whole head, in float64,
+    with rows that differ in number and, in the end, a rank that has none."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    assert group is not None
+    head.TILES = {"cpu": (3, 4)}
+    differences, same_ids = {}, []
+    for cut, with_kept in itertools.product((6, 11), (False, True)):
+        leaves, ids_P, kept = problem(7)
+        hidden, weight, bias = leaves
+        rows = slice(0, cut) if rank == 0 else slice(cut, None)
+        matrices = {
+            "whole": HeadMatrix(weight, bias),
+            "part": HeadMatrix(weight[rows], bias[rows], VocabularyPart(rows.start, group)),
+        }
+        found = {}
+        for name, matrix in matrices.items():
+            results = linear_logprobs(hidden, matrix, asked(ids_P, kept if with_kept else None))
+            loss = sum(((1 + place) * (one * one).sum() for place, one in enumerate(results)), torch.zeros(()))
+            gradients = torch.autograd.grad(loss, leaves)
+            for gradient in gradients[1:] if name == "part" else ():
+                dist.all_reduce(gradient)  # each rank has that of its rows
+            top_ids, top = linear_top(hidden, matrix, 0.7, TopRequest(num=5, below=9))
+            found[name] = ([*results, *gradients, top], top_ids)
+        one, other = (found[name][0] for name in matrices)
+        differences[f"{cut} {with_kept}"] = max(float((a - b).abs().max()) for a, b in zip(one, other, strict=True))
+        same_ids.append(torch.equal(found["whole"][1], found["part"][1]))
+    head.TILES = {"cpu": (512, 2048)}
+    return {"differences": differences, "same ids": all(same_ids)}
 
 
 class Messages(TorchDispatchMode):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.base.types.recorded import KeptSets
 from headrace.learner import head
-from headrace.learner.head import HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
+from headrace.learner.head import HeadMatrix, HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
 
 TOKENS, VOCAB, HIDDEN = 7, 11, 5
 OTHERS = torch.stack([torch.randperm(VOCAB, generator=torch.Generator().manual_seed(row))[:6] for row in range(TOKENS)])
@@ -47,6 +49,11 @@ def problem(seed: int, dtype: torch.dtype = torch.float64) -> tuple[list[Tensor]
     return leaves, ids_P, KeptSets.of(spans)
 
 
+def as_head(leaves: Sequence[Tensor]) -> tuple[Tensor, HeadMatrix]:
+    hidden, weight, bias = leaves
+    return hidden, HeadMatrix(weight, bias)
+
+
 def dense(leaves: list[Tensor], ids_P: Tensor, kept: KeptSets | None) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, bias = leaves
     logits = (hidden @ weight.T + bias) / 0.7
@@ -66,7 +73,7 @@ def dense(leaves: list[Tensor], ids_P: Tensor, kept: KeptSets | None) -> tuple[T
 def test_values_and_gradients_are_those_of_the_dense_formula(seed, with_kept, entropy, keep):
     leaves, ids, kept = problem(seed)
     kept = kept if with_kept else None
-    found = linear_logprobs(*leaves, asked(ids, kept, entropy=entropy, keep=keep))
+    found = linear_logprobs(*as_head(leaves), asked(ids, kept, entropy=entropy, keep=keep))
     expected = dense(leaves, ids, kept)
     towards = torch.linspace(-1, 2, TOKENS, dtype=torch.float64)
     for one, other in zip(found, expected, strict=True):
@@ -85,7 +92,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(seed, with_kept, en
 def test_gradients_are_those_of_finite_differences(with_kept):
     leaves, ids, kept = problem(1)
     assert torch.autograd.gradcheck(
-        lambda *given: linear_logprobs(*given, asked(ids, kept if with_kept else None)), leaves
+        lambda *given: linear_logprobs(*as_head(given), asked(ids, kept if with_kept else None)), leaves
     )
 
 
@@ -93,7 +100,7 @@ def test_gradients_are_those_of_finite_differences(with_kept):
 def test_the_likeliest_entries_of_all_tiles_are_those_of_the_whole_row(num):
     (hidden, weight, bias), _, _ = problem(5)
     below = 9
-    ids, logs = linear_top(hidden, weight, bias, 0.7, TopRequest(num=num, below=below))
+    ids, logs = linear_top(hidden, HeadMatrix(weight, bias), 0.7, TopRequest(num=num, below=below))
     every = ((hidden @ weight.T + bias) / 0.7).log_softmax(-1)
     expected, places = every[:, :below].topk(num)
     torch.testing.assert_close(logs, expected)
@@ -102,7 +109,7 @@ def test_the_likeliest_entries_of_all_tiles_are_those_of_the_whole_row(num):
 
 def test_frozen_weight_gets_no_gradient_and_hidden_states_do():
     (hidden, weight, bias), ids, _ = problem(2)
-    logprobs, *_ = linear_logprobs(hidden, weight.detach(), bias.detach(), asked(ids, None))
+    logprobs, *_ = linear_logprobs(hidden, HeadMatrix(weight.detach(), bias.detach()), asked(ids, None))
     (gradient,) = torch.autograd.grad(logprobs.sum(), [hidden])
     (expected,) = torch.autograd.grad(dense([hidden, weight, bias], ids, None)[0].sum(), [hidden])
     torch.testing.assert_close(gradient, expected)
@@ -110,7 +117,7 @@ def test_frozen_weight_gets_no_gradient_and_hidden_states_do():
 
 def test_half_precision_weights_sum_in_float32():
     leaves, ids, kept = problem(3, torch.bfloat16)
-    logprobs, entropy, _ = linear_logprobs(*leaves, asked(ids, kept))
+    logprobs, entropy, _ = linear_logprobs(*as_head(leaves), asked(ids, kept))
     assert logprobs.dtype == entropy.dtype == torch.float32
     (logprobs.sum() + entropy.sum()).backward()
     wide = [leaf.detach().double().requires_grad_() for leaf in leaves]
@@ -125,7 +132,9 @@ def test_half_precision_weights_sum_in_float32():
 
 def test_no_token_asked_for_is_no_logprob_and_a_gradient_of_zero():
     (hidden, weight, bias), _, _ = problem(4)
-    logprobs, *_ = linear_logprobs(hidden[:0], weight, bias, asked(torch.zeros(0, dtype=torch.int64), KeptSets.none(0)))
+    logprobs, *_ = linear_logprobs(
+        hidden[:0], HeadMatrix(weight, bias), asked(torch.zeros(0, dtype=torch.int64), KeptSets.none(0))
+    )
     assert logprobs.shape == (0,)
     logprobs.sum().backward()
     assert not weight.grad.any()
@@ -134,7 +143,7 @@ def test_no_token_asked_for_is_no_logprob_and_a_gradient_of_zero():
 def test_logits_far_apart_give_finite_numbers():
     hidden = torch.tensor([[300.0], [-300.0]], requires_grad=True)
     weight = torch.linspace(-1, 1, VOCAB)[:, None].requires_grad_()
-    logprobs, entropy, _ = linear_logprobs(hidden, weight, None, asked(torch.tensor([0, 0]), None))
+    logprobs, entropy, _ = linear_logprobs(hidden, HeadMatrix(weight), asked(torch.tensor([0, 0]), None))
     (logprobs.sum() + entropy.sum()).backward()
     assert logprobs[0].item() == pytest.approx(-600 / 0.7)
     assert logprobs[1].item() == pytest.approx(0.0, abs=1e-6)
@@ -164,6 +173,6 @@ def test_nothing_grows_with_tokens_times_vocabulary(monkeypatch):
     weight = torch.randn(vocabulary, hidden_size, generator=rng, requires_grad=True)
     ids = torch.randint(vocabulary, (tokens,), generator=rng)
     with Largest() as largest:
-        logprobs, entropy, _ = linear_logprobs(hidden, weight, None, asked(ids, None))
+        logprobs, entropy, _ = linear_logprobs(hidden, HeadMatrix(weight), asked(ids, None))
         (logprobs.sum() + entropy.sum()).backward()
     assert largest.numbers == weight.numel() < tokens * vocabulary // 20

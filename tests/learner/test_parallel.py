@@ -139,7 +139,7 @@ def curve_alone(place: Path, alone: Found) -> list[list[float]]:
 def two(place: Path, alone: Found) -> Found:
     once(place, "damage", lambda: damage(place))
     others = ["words", "refusals", "idle", "curve", "resume", "experts_snapshot", "memory", "masters", "muon"]
-    return once(place, "two", lambda: run(place, 2, [*TWO, *others, "once", "tiles", "death"]))
+    return once(place, "two", lambda: run(place, 2, [*TWO, *others, "once", "tiles", "vocabulary", "death"]))
 
 
 @pytest.fixture(scope="module")
@@ -274,10 +274,18 @@ def test_whole_gradients_are_summed_once_for_all_micro_batches(two: Found) -> No
         assert after_each == found[name]["micro-batches"] * at_the_end > 0
 
 
-def test_a_head_that_is_a_whole_matrix_is_computed_in_tiles(two: Found) -> None:
+def test_a_head_that_is_a_matrix_is_computed_in_tiles(two: Found) -> None:
+    """Tensor-parallel ranks compute the tiles of their own part of it."""
     found = answer(two, "tiles")
     assert all(worst < 1e-5 for worst in found["worst"].values()), found
-    assert found["calls"].keys() == {"data", "context"}
+    assert found["calls"].keys() == {"data", "context", "tensor", "tied"}
+
+
+def test_parts_of_the_vocabulary_give_the_values_and_gradients_of_the_whole(two: Found) -> None:
+    found = answer(two, "vocabulary")
+    assert len(found["differences"]) == 4
+    assert all(worst < 1e-10 for worst in found["differences"].values()), found
+    assert found["same ids"]
 
 
 def test_small_updates_of_bfloat16_weights_are_kept_by_their_float32_copies(two: Found) -> None:

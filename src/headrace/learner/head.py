@@ -7,6 +7,7 @@ time, forward and backward.
        ▼    │ tile │ tile │ tile │   backward  added to the gradients of h, W and b
 
 The memory beside inputs and gradients does not grow with tokens × vocabulary; the price is computing the logits twice.
+Tensor-parallel ranks have parts of W and b; each computes the tiles of its own part (vocabulary.py).
 A token with a kept-set is renormalised over it: only its entries enter its log-sum-exp. Entropies are always those of
 the whole distribution.
 
@@ -19,9 +20,9 @@ kept-sets, K requested entries of each token beside the sampled one.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +32,7 @@ from torch.autograd.function import once_differentiable
 
 from headrace.base.types.recorded import KeptSets
 from headrace.learner.products import add_product, linear
+from headrace.learner.vocabulary import VocabularyPart
 
 TILES = {"cpu": (512, 2048)}
 """Size of a tile on a CPU, in tokens and vocabulary entries: small enough for the cache."""
@@ -39,6 +41,17 @@ LARGE_TILE = (2048, 16384)
 """Size of a tile on other devices: 128 MiB of logits in float32."""
 
 Index = npt.NDArray[np.int64]
+
+
+class HeadMatrix(NamedTuple):
+    """A head that is a single matrix, or the part of it that this rank has."""
+
+    weight_VD: Tensor
+    """The weight; its rows are entries of the vocabulary."""
+    bias_V: Tensor | None = None
+    """The bias of the same entries; ``None``: there is none."""
+    part: VocabularyPart | None = None
+    """Which part of the vocabulary weight and bias are of; ``None``: they are whole."""
 
 
 class KeptEntries:
@@ -106,16 +119,15 @@ class HeadRequest:
         return self.ids_P[tokens, None][:, :0] if self.top_PK is None else self.top_PK[tokens]
 
 
-def linear_logprobs(
-    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
-) -> tuple[Tensor, Tensor, Tensor]:
+def linear_logprobs(hidden_PD: Tensor, matrix: HeadMatrix, request: HeadRequest) -> tuple[Tensor, Tensor, Tensor]:
     """Return log π of ``request.ids_P`` and the entropies, ``[P]`` each and in nats, and log π of ``request.top_PK``,
     ``[P, K]`` with K = 0 for ``None``. All are in float32 or wider, with exact gradients.
 
-    The head is ``hidden · weightᵀ + bias``, in the number format of its weights; sums are in float32 or better.
+    The head is ``hidden · weightᵀ + bias``, in the number format of its weights; sums are in float32 or better. The
+    ranks that have parts of it call this together, with the same hidden states, and get the same results.
     """
     apply: Any = _LinearLogprobs.apply
-    logprobs_P, entropy_P, top_PK = apply(hidden_PD, weight_VD, bias_V, request)
+    logprobs_P, entropy_P, top_PK = apply(hidden_PD, matrix.weight_VD, matrix.bias_V, (matrix.part, request))
     return logprobs_P, entropy_P, top_PK
 
 
@@ -130,29 +142,36 @@ class TopRequest:
 
 
 @torch.no_grad()
-def linear_top(
-    hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float, request: TopRequest
-) -> tuple[Tensor, Tensor]:
+def linear_top(hidden_PD: Tensor, matrix: HeadMatrix, temperature: float, request: TopRequest) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities ``[P, K]`` of the likeliest entries under the head that :func:`linear_logprobs`
     defines, with logits divided by ``temperature``, the likeliest first."""
-    head = _Head(hidden_PD, weight_VD, bias_V, temperature)
-    found: list[tuple[Tensor, Tensor]] = []
+    head = _Head(hidden_PD, matrix, temperature)
+    best_PK = hidden_PD.new_full((len(hidden_PD), request.num), -torch.inf, dtype=head.wide)
+    ids_PK, sums = best_PK.long().zero_(), []
     for tokens in head.tokens:
-        best_CK = hidden_PD.new_empty(tokens.stop - tokens.start, 0, dtype=head.wide)
-        ids_CK = best_CK.long()
-        running = _RunningSums(hidden_PD.new_empty(len(best_CK), 1, dtype=head.wide))
+        best_CK, ids_CK = best_PK[tokens], ids_PK[tokens]
+        running = _RunningSums(best_CK)
         for entries in head.entries:
-            logits_CB = head.logits(tokens, entries)
+            logits_CB, ids = head.logits(tokens, entries), head.ids(entries)
             running.add(logits_CB)
-            logits_CB = logits_CB[:, : max(0, request.below - entries.start)]
+            logits_CB = logits_CB[:, : max(0, request.below - ids.start)]
             more_CK, places_CK = logits_CB.topk(min(request.num, logits_CB.shape[1]))
-            best_CK, ids_CK = torch.cat([best_CK, more_CK], 1), torch.cat([ids_CK, places_CK + entries.start], 1)
-            best_CK, kept_CK = best_CK.topk(min(request.num, best_CK.shape[1]))
-            ids_CK = ids_CK.gather(1, kept_CK)
-        found.append((ids_CK, best_CK - running.log_sum()[:, None]))
-    nothing = hidden_PD.new_empty(0, request.num, dtype=head.wide)
-    ids, logs = zip(*found, strict=True) if found else ((nothing.long(),), (nothing,))
-    return torch.cat(ids), torch.cat(logs)
+            best_CK, ids_CK = _best(
+                torch.cat([best_CK, more_CK], 1), torch.cat([ids_CK, places_CK + ids.start], 1), request.num
+            )
+        best_PK[tokens], ids_PK[tokens] = best_CK, ids_CK
+        sums.append(running)
+    running = _RunningSums.of_all(sums, best_PK)
+    if matrix.part is not None:
+        running.join(matrix.part)
+        best_PK, ids_PK = _best(matrix.part.beside(best_PK), matrix.part.beside(ids_PK), request.num)
+    return ids_PK, best_PK - running.log_sum()[:, None]
+
+
+def _best(values_CB: Tensor, ids_CB: Tensor, num: int) -> tuple[Tensor, Tensor]:
+    """Return the ``num`` largest values of each row, in order, and their ids."""
+    best_CK, places_CK = values_CB.topk(num)
+    return best_CK, ids_CB.gather(1, places_CK)
 
 
 class _RunningSums:
@@ -177,6 +196,26 @@ class _RunningSums:
         self.dot_C += exp_CB.mul_(shifted_CB).sum(1)
         self.most_C = most_C
 
+    @classmethod
+    def of_all(cls, parts: Sequence[_RunningSums], like_PB: Tensor) -> _RunningSums:
+        """Return the sums of the tokens of all ``parts``, in order, which are as many as ``like_PB`` has rows."""
+        found = cls(like_PB)
+        if parts:
+            found.most_C = torch.cat([part.most_C for part in parts])
+            found.sum_C = torch.cat([part.sum_C for part in parts])
+            found.dot_C = torch.cat([part.dot_C for part in parts])
+        return found
+
+    def join(self, part: VocabularyPart, *columns: Tensor) -> list[Tensor]:
+        """Make these the sums over the logits of all ranks, and return the sums of ``columns`` over them."""
+        most_C = part.largest(self.most_C)
+        lag_C = self.most_C - most_C
+        sum_C = self.sum_C * lag_C.exp()
+        dot_C = (self.dot_C + self.sum_C * lag_C) * lag_C.exp()
+        self.most_C = most_C
+        self.sum_C, self.dot_C, *found = part.sum([sum_C, dot_C, *columns])
+        return found
+
     def log_sum(self) -> Tensor:
         """Return the log-sum-exp ``[C]`` of the logits so far."""
         return self.most_C + self.sum_C.log()
@@ -188,15 +227,21 @@ class _RunningSums:
 
 class _Head:
     """A linear head that computes its logits tile by tile, for both passes. ``tokens`` and ``entries`` are the slices
-    into which the tokens and the vocabulary are cut."""
+    into which the tokens and the rows of its weight are cut."""
 
-    def __init__(self, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, temperature: float) -> None:
-        self.hidden_PD, self.weight_VD, self.bias_V = hidden_PD, weight_VD, bias_V
+    def __init__(self, hidden_PD: Tensor, matrix: HeadMatrix, temperature: float) -> None:
+        self.hidden_PD = hidden_PD
+        self.weight_VD, self.bias_V, self.part = matrix
         self.temperature = temperature
         self.wide = torch.promote_types(hidden_PD.dtype, torch.float32)
         rows, columns = TILES.get(hidden_PD.device.type, LARGE_TILE)
         self.tokens = list(_slices(len(hidden_PD), rows))
-        self.entries = list(_slices(len(weight_VD), columns))
+        self.entries = list(_slices(len(self.weight_VD), columns))
+
+    def ids(self, entries: slice) -> slice:
+        """Return the ids of the vocabulary that the rows ``entries`` of the weight are of."""
+        first = 0 if self.part is None else self.part.first
+        return slice(entries.start + first, entries.stop + first)
 
     def logits(self, tokens: slice, entries: slice) -> Tensor:
         """Return the logits ``[C, B]`` of one tile, the rows of ``tokens`` and the vocabulary ``entries``, divided by
@@ -212,29 +257,38 @@ class _LinearLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_PD: Tensor, weight_VD: Tensor, bias_V: Tensor | None, request: HeadRequest
+        ctx: Any,
+        hidden_PD: Tensor,
+        weight_VD: Tensor,
+        bias_V: Tensor | None,
+        asked: tuple[VocabularyPart | None, HeadRequest],
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Compute logprobs, entropy and the requested entries of each position, tile by tile, without all logits in
         memory at once."""
-        head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
-        top_PK = hidden_PD.new_empty(request.further_ids(slice(None)).shape, dtype=head.wide)
-        picked_P, log_sum_P, entropy_P = hidden_PD.new_empty(3, len(hidden_PD), dtype=head.wide)
-        logits_E = hidden_PD.new_empty(0 if request.kept is None else len(request.kept.owners_E), dtype=head.wide)
+        part, request = asked
+        head = _Head(hidden_PD, HeadMatrix(weight_VD, bias_V, part), request.temperature)
+        # logits that are written by one rank and are 0 on the others
+        top_PK = hidden_PD.new_zeros(request.further_ids(slice(None)).shape, dtype=head.wide)
+        picked_P = hidden_PD.new_zeros(len(hidden_PD), dtype=head.wide)
+        logits_E = hidden_PD.new_zeros(0 if request.kept is None else len(request.kept.owners_E), dtype=head.wide)
         tiles: dict[tuple[int, int], Tensor] = {}
-        for tokens in head.tokens:
-            running = _RunningSums(picked_P[tokens, None])
+        sums = [_RunningSums(picked_P[tokens, None]) for tokens in head.tokens]
+        for tokens, running in zip(head.tokens, sums, strict=True):
             for entries in head.entries:
-                logits_CB = head.logits(tokens, entries)
+                logits_CB, ids = head.logits(tokens, entries), head.ids(entries)
                 running.add(logits_CB)
-                _write_logits(picked_P[tokens, None], logits_CB, request.ids_P[tokens, None], entries)
-                _write_logits(top_PK[tokens], logits_CB, request.further_ids(tokens), entries)
+                _write_logits(picked_P[tokens, None], logits_CB, request.ids_P[tokens, None], ids)
+                _write_logits(top_PK[tokens], logits_CB, request.further_ids(tokens), ids)
                 if request.kept is not None:
-                    places, flat = request.kept.within(tokens, entries)
+                    places, flat = request.kept.within(tokens, ids)
                     logits_E[places] = logits_CB.view(-1)[flat]
                 if request.keep_logits:
                     tiles[tokens.start, entries.start] = logits_CB
-            log_sum_P[tokens], entropy_P[tokens] = running.log_sum(), running.entropy()
-        ctx.request, ctx.tiles = request, tiles
+        running = _RunningSums.of_all(sums, picked_P[:, None])
+        if part is not None:
+            picked_P, top_PK, logits_E = running.join(part, picked_P, top_PK, logits_E)
+        log_sum_P, entropy_P = running.log_sum(), running.entropy()
+        ctx.request, ctx.tiles, ctx.part = request, tiles, part
         if request.kept is None:
             logprobs_P, shares_E = picked_P - log_sum_P, None
         else:
@@ -255,7 +309,7 @@ class _LinearLogprobs(torch.autograd.Function):
         are computed again."""
         hidden_PD, weight_VD, bias_V, log_sum_P, entropy_P, shares_E = ctx.saved_tensors
         request: HeadRequest = ctx.request
-        head = _Head(hidden_PD, weight_VD, bias_V, request.temperature)
+        head = _Head(hidden_PD, HeadMatrix(weight_VD, bias_V, ctx.part), request.temperature)
         slope = _LogitGradient(
             request, grad_logprob_P, grad_entropy_P if request.entropy_gradient else None, grad_top_PK, shares_E
         )
@@ -265,7 +319,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 tile = ctx.tiles.pop((tokens.start, entries.start), None)
                 logits_CB = head.logits(tokens, entries) if tile is None else tile
                 log_p_CB = logits_CB - log_sum_P[tokens, None]
-                sums.add(tokens, entries, slope(log_p_CB, entropy_P, tokens, entries))
+                sums.add(tokens, entries, slope(log_p_CB, entropy_P, tokens, head.ids(entries)))
             sums.close(entries)
         return *sums.gradients(), None
 
@@ -293,10 +347,10 @@ class _LogitGradient:
             self._grad_kept_E = -grad_logprob_P[request.kept.owners_E] * shares_E
         self._softmax_factor_P = self._softmax_factor_P - grad_top_PK.sum(1)
 
-    def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, entries: slice) -> Tensor:
-        """Return the gradient ``[C, B]`` of the logits of the tile of ``tokens`` and ``entries``, before their division
-        by the temperature. ``log_p_CB`` are its log-probabilities under the whole distribution, and ``entropy_P`` the
-        entropies of all tokens."""
+    def __call__(self, log_p_CB: Tensor, entropy_P: Tensor, tokens: slice, ids: slice) -> Tensor:
+        """Return the gradient ``[C, B]`` of the logits of the tile of ``tokens`` and the vocabulary ``ids``, before
+        their division by the temperature. ``log_p_CB`` are its log-probabilities under the whole distribution, and
+        ``entropy_P`` the entropies of all tokens."""
         grad_CB = log_p_CB.exp()
         softmax_factor_C = self._softmax_factor_P[tokens, None]
         if self._grad_entropy_P is None:
@@ -304,10 +358,10 @@ class _LogitGradient:
         else:
             grad_CB.mul_(softmax_factor_C - self._grad_entropy_P[tokens, None] * (log_p_CB + entropy_P[tokens, None]))
         if self._request.kept is not None:
-            places, flat = self._request.kept.within(tokens, entries)
+            places, flat = self._request.kept.within(tokens, ids)
             grad_CB.view(-1)[flat] += self._grad_kept_E[places]
-        _scatter_add(grad_CB, self._grad_logprob_P[tokens, None], self._request.ids_P[tokens, None], entries)
-        _scatter_add(grad_CB, self._grad_top_PK[tokens], self._request.further_ids(tokens), entries)
+        _scatter_add(grad_CB, self._grad_logprob_P[tokens, None], self._request.ids_P[tokens, None], ids)
+        _scatter_add(grad_CB, self._grad_top_PK[tokens], self._request.further_ids(tokens), ids)
         return grad_CB if self._request.temperature == 1.0 else grad_CB.div_(self._request.temperature)
 
 
@@ -350,30 +404,32 @@ class _GradientSums:
 
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Return the gradients of hidden states, weight and bias in their own number formats; ``None`` for each that
-        needs none."""
-        dtype = self._head.weight_VD.dtype
+        needs none. That of the hidden states is summed over the parts of the vocabulary."""
+        dtype, part = self._head.weight_VD.dtype, self._head.part
+        if self._hidden is not None and part is not None:
+            (self._hidden,) = part.sum([self._hidden])
         hidden = None if self._hidden is None else self._hidden.to(self._head.hidden_PD.dtype)
         return hidden, self._weight, None if self._bias is None else self._bias.to(dtype)
 
 
-def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Write the logits of the ids ``ids_CK`` that are among the ``entries`` of this tile into ``found_CK``; its other
+def _write_logits(found_CK: Tensor, logits_CB: Tensor, ids_CK: Tensor, ids: slice) -> None:
+    """Write the logits of the ids ``ids_CK`` that are among the ``ids`` of this tile into ``found_CK``; its other
     elements stay as they are."""
-    inside_CK, column_CK = _column(ids_CK, entries)
+    inside_CK, column_CK = _column(ids_CK, ids)
     found_CK.copy_(torch.where(inside_CK, logits_CB.gather(1, column_CK), found_CK))
 
 
-def _scatter_add(grad_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, entries: slice) -> None:
-    """Add ``by_CK`` to the gradient ``grad_CB`` at the ids ``ids_CK`` that are among the ``entries`` of this tile."""
-    inside_CK, column_CK = _column(ids_CK, entries)
+def _scatter_add(grad_CB: Tensor, by_CK: Tensor, ids_CK: Tensor, ids: slice) -> None:
+    """Add ``by_CK`` to the gradient ``grad_CB`` at the ids ``ids_CK`` that are among the ``ids`` of this tile."""
+    inside_CK, column_CK = _column(ids_CK, ids)
     grad_CB.scatter_add_(1, column_CK, by_CK * inside_CK)
 
 
-def _column(ids_CK: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """Return whether each id is among ``entries``, and its column there (any column if it is not)."""
-    column_CK = ids_CK - entries.start
-    inside_CK = (column_CK >= 0) & (column_CK < entries.stop - entries.start)
-    return inside_CK, column_CK.clamp(0, entries.stop - entries.start - 1)
+def _column(ids_CK: Tensor, ids: slice) -> tuple[Tensor, Tensor]:
+    """Return whether each id is among ``ids``, and its column there (any column if it is not)."""
+    column_CK = ids_CK - ids.start
+    inside_CK = (column_CK >= 0) & (column_CK < ids.stop - ids.start)
+    return inside_CK, column_CK.clamp(0, ids.stop - ids.start - 1)
 
 
 def _slices(total: int, size: int) -> Iterator[slice]:

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from headrace.base.types.recorded import KeptSets
-from headrace.learner.head import HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
+from headrace.learner.head import HeadMatrix, HeadRequest, KeptEntries, TopRequest, linear_logprobs, linear_top
 from headrace.models.text_part import trunk_name
 
 LOGITS_PER_CHUNK = 2**24
@@ -52,8 +52,8 @@ class TrunkAndHead(Protocol):
         """Return the logits ``[C, V]`` of some rows of what :meth:`hidden` returned."""
         ...
 
-    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight ``[V, D]`` and bias ``[V]`` if the head is a single matrix; otherwise ``None``."""
+    def matrix(self) -> HeadMatrix | None:
+        """Return the head if it is a single matrix; otherwise ``None``."""
         ...
 
 
@@ -70,7 +70,9 @@ class SplitModel:
         self._head = copy.copy(model)
         self._head._modules = {**model._modules, name: self._given}
         self._linear = model.get_output_embeddings()
-        self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(self._linear, self.logits)
+        self._is_matrix = type(self._linear) is nn.Linear and acts_as_matrix(
+            HeadMatrix(self._linear.weight, self._linear.bias), self.logits
+        )
 
     def hidden(self, inputs: dict[str, Any]) -> Tensor:
         """Run the trunk over ``inputs``, the keyword arguments of its forward pass, and return its hidden states ``[M,
@@ -87,27 +89,30 @@ class SplitModel:
             self._given.hidden = None
         return logits_CV
 
-    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight ``[V, D]`` and bias ``[V]`` if the head is a single matrix; otherwise ``None``."""
-        return (self._linear.weight, self._linear.bias) if self._is_matrix else None
+    def matrix(self) -> HeadMatrix | None:
+        """Return the head if it is a single matrix; otherwise ``None``."""
+        return HeadMatrix(self._linear.weight, self._linear.bias) if self._is_matrix else None
 
 
 @torch.no_grad()
-def acts_as_matrix(linear: nn.Module, logits: Callable[[Tensor], Tensor]) -> bool:
-    """Return whether the ``logits`` of a model are those of its output embedding ``linear`` alone, tested with logits
-    so large that any soft cap would show. Weights that are distributed over devices count as no matrix."""
-    if not isinstance(linear, nn.Linear) or type(linear.weight) is not nn.Parameter:
-        return False
-    weight_VD = linear.weight
+def acts_as_matrix(matrix: HeadMatrix, logits: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether the ``logits`` of a model are those of the ``matrix`` of its output embedding alone, tested with
+    logits so large that any soft cap would show. Ranks that have parts of the matrix call this together, and get the
+    same answer."""
+    weight_VD, bias_V, part = matrix
     rng = torch.Generator().manual_seed(0)
     probe_CD = torch.randn(PROBES, weight_VD.shape[1], generator=rng).to(weight_VD)
-    largest = float(F.linear(probe_CD, weight_VD).abs().max())
-    if not 0 < largest < torch.inf:
+    largest = F.pad(F.linear(probe_CD, weight_VD).abs(), (0, 1)).max()  # a rank may have no entry
+    largest = largest if part is None else part.largest(largest)
+    if not 0 < float(largest) < torch.inf:
         return False
-    probe_CD = probe_CD * (LARGE_LOGIT / largest)
-    expected_CV = F.linear(probe_CD, weight_VD, linear.bias)
+    probe_CD = probe_CD * (LARGE_LOGIT / float(largest))
+    expected_CV = F.linear(probe_CD, weight_VD, bias_V)
     found_CV = logits(probe_CD)  # which a model of bfloat16 may return in float32
-    return torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT)
+    if part is not None:
+        found_CV = found_CV[:, part.first : part.first + len(weight_VD)]
+    differs = torch.tensor(not torch.allclose(found_CV, expected_CV.to(found_CV), rtol=1e-4, atol=1e-4 * LARGE_LOGIT))
+    return not bool(differs if part is None else part.largest(differs.int().to(weight_VD.device)))
 
 
 class WholeModel:
@@ -231,7 +236,7 @@ class TokenLogprobs:
                 entropy_gradient=self._entropy_gradient,
                 keep_logits=len(ids_P) <= self._chunk,
             )
-            return linear_logprobs(hidden_PD, *matrix, request)
+            return linear_logprobs(hidden_PD, matrix, request)
         if len(ids_P) <= self._chunk:
             return self._of_chunk(hidden_PD, ids_P, top_PK, kept)
         parts = []
@@ -276,7 +281,7 @@ class TopEntries:
         hidden_PD = self._model.hidden(inputs).index_select(0, before_P)
         matrix = self._model.matrix()
         if matrix is not None:
-            return linear_top(hidden_PD, *matrix, self._temperature, request)
+            return linear_top(hidden_PD, matrix, self._temperature, request)
         parts = [self._of_chunk(hidden_CD, request) for hidden_CD in hidden_PD.split(self._chunk)]
         ids, logs = zip(*parts, strict=True)
         return torch.cat(ids), torch.cat(logs)

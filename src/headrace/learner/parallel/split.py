@@ -6,8 +6,8 @@
 Torch's sharding is attached to the forward passes of the whole model and of its head: before a pass, parameters are
 gathered; after its backward pass, gradients are summed over the ranks. So the trunk runs inside the model's pass, and
 all chunks run inside one pass of the head, whose ``forward`` is replaced for that pass: its parameters are gathered
-once, however many chunks there are. A head that is a single matrix is whole there, and is computed in tiles (head.py);
-one that tensor-parallel ranks have parts of is not.
+once, however many chunks there are. A head that is a single matrix is computed there in tiles (head.py): it is whole,
+or the part of the vocabulary that one of the tensor-parallel ranks has.
 
 Shape legend: M tokens of a micro-batch, P positions before a loss token, C positions of one chunk, V vocabulary,
 D hidden size.
@@ -22,9 +22,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
+from headrace.learner.head import HeadMatrix
 from headrace.learner.logits import GivenHidden, TrunkAndHead, acts_as_matrix
+from headrace.learner.parallel.shards import local
+from headrace.learner.vocabulary import VocabularyPart
 from headrace.models.text_part import trunk_name
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -115,13 +119,14 @@ class _HeadAlone:
     def look(self, unused: Tensor) -> tuple[Tensor, ...]:
         """Find out whether the head is a single matrix, as the forward pass of the head; its input is ``unused``, and
         is returned."""
-        self._is_matrix = plain_class(self._head) is nn.Linear and acts_as_matrix(self._head, self.logits)
+        found = _matrix(self._head) if plain_class(self._head) is nn.Linear else None
+        self._is_matrix = found is not None and acts_as_matrix(found, self.logits)
         return (unused,)
 
-    def matrix(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return weight and bias of a head that is a single matrix, whole inside the head's forward pass; otherwise
+    def matrix(self) -> HeadMatrix | None:
+        """Return a head that is a single matrix, as this rank has it inside the head's forward pass; otherwise
         ``None``."""
-        return (self._head.weight, self._head.bias) if self._is_matrix else None  # type: ignore[return-value]
+        return _matrix(self._head) if self._is_matrix else None
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Return the logits ``[C, V]`` that the model's own head computes from hidden states."""
@@ -131,6 +136,19 @@ class _HeadAlone:
         finally:
             self._given.hidden = None
         return logits_CV
+
+
+def _matrix(linear: Any) -> HeadMatrix | None:
+    """Return the matrix of a linear layer as this rank has it inside the layer's forward pass: whole, or some rows of
+    it; ``None`` where it is distributed in another way."""
+    weight, bias = linear.weight, linear.bias
+    if type(weight) is nn.Parameter:
+        return HeadMatrix(weight, bias)
+    if not isinstance(weight, DTensor) or weight.placements != (Shard(0),):
+        return None
+    group, rows = weight.device_mesh.get_group(), local(weight)
+    first = min(len(weight), group.rank() * -(-len(weight) // group.size()))  # torch cuts into parts of equal size
+    return HeadMatrix(rows, None if bias is None else local(bias), VocabularyPart(first, group))
 
 
 class _HeadWithoutSharding(nn.Module):

@@ -275,10 +275,10 @@ def _chunked(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
 def _tiled(hidden_PD: Tensor, weight_VD: Tensor, ids_P: Tensor) -> Tensor:
     """Return log π of each token (P,), computed tile by tile by the learner's own head, which never holds all
     logits."""
-    from headrace.learner.head import HeadRequest, linear_logprobs
+    from headrace.learner.head import HeadMatrix, HeadRequest, linear_logprobs
 
     head_request = HeadRequest(ids_P=ids_P, temperature=1.0, kept=None, entropy_gradient=False, keep_logits=False)
-    return linear_logprobs(hidden_PD, weight_VD, None, head_request)[0]
+    return linear_logprobs(hidden_PD, HeadMatrix(weight_VD), head_request)[0]
 
 
 class HeadAlone:
