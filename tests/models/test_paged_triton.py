@@ -46,9 +46,16 @@ def test_decoding_and_prompts_by_kernels_are_attention(shape: str, rule: str) ->
 @inside
 @pytest.mark.parametrize("rule", ["plain", "all"])
 def test_context_that_is_shared_out_is_joined_again(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paged_triton, "TILE", 16)
+    monkeypatch.setattr(paged_triton, "TILES", (16,))
     long_and_short = case(0, [700, 3, 64], [1, 1, 1])[0]
     check(paged_triton.TritonAttention, long_and_short, "grouped", rule)
+
+
+@inside
+def test_heads_without_room_are_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_triton, "TILE_BYTES", 1 << 10)
+    monkeypatch.setattr(paged_triton, "kernel", None)  # it is not called
+    check(paged_triton.TritonAttention, case(0, *GEOMETRIES["mixed"])[0], "grouped", "all")
 
 
 @inside

@@ -2,8 +2,8 @@
 
 One program decodes one row, one key-value head and one part of the context (a *share*), with all query heads of that
 head. The shares are combined by their log-sum-exps (Dao et al. 2023, *Flash-Decoding*), and so are a layer's sinks.
-Rows with several tokens are gathered, as in :mod:`.reference`. The number of shares depends on the batch, so the last
-bits of a result do too.
+Rows with several tokens are gathered, as in :mod:`.reference`, and so are all rows of heads that are too large for the
+kernel. The number of shares depends on the batch, so the last bits of a result do too.
 
 Shape legend: N tokens of the pass, D decoding rows, B blocks of the longest table, P blocks of the pool, S tokens of a
 block, K key-value heads, H query heads, G = H / K, E head size, V size of a value, X shares. GP, EP and VP are G, E and
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from headrace.models.attention import Rule
 from headrace.models.paged.base import BLOCK, Geometry
-from headrace.models.paged.reference import Prompts, Writer
+from headrace.models.paged.reference import Prompts, ReferenceAttention, Writer
 
 tl: Any = None
 """The module ``triton.language``, once a kernel has been compiled; the kernels read it from here."""
@@ -32,8 +32,12 @@ PROGRAMS = 256
 """The number of programs below which parts of the device would be idle: the context is split until there are as
 many."""
 
-TILE = 64
-"""The number of columns that a program reads at a time."""
+TILES = (64, 32, 16)
+"""The numbers of columns that a program may read at a time: the first with which it has room for keys and values."""
+
+TILE_BYTES = 64 << 10
+"""The room for the keys and values of a tile. With what else a program needs, every card that is supported has it: the
+smallest has 99 KiB (compute capability 8.6)."""
 
 LEAST = 16
 """The smallest side of a matrix that the device multiplies."""
@@ -45,6 +49,8 @@ class TritonAttention:
     def __init__(self, geometry: Geometry, device: torch.device) -> None:
         """Prepare the pass with this ``geometry``: its decoding rows for the kernel, and the others as in
         :mod:`.reference`."""
+        self._geometry, self._device = geometry, device
+        self._gathered: ReferenceAttention | None = None
         split = geometry.num_decode
         self._writer = Writer(geometry, device)
         self._num_decode = split
@@ -55,6 +61,9 @@ class TritonAttention:
 
     def attend(self, qkv: tuple[Tensor, Tensor, Tensor], layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:
         """Write the new keys and values to the cache, and return the attention ``[N, H, E]`` of the pass."""
+        if self._num_decode and not columns(qkv[0].shape[2], layer[1].shape[3], qkv[0].itemsize):
+            self._gathered = self._gathered or ReferenceAttention(self._geometry, self._device)
+            return self._gathered.attend(qkv, layer, rule)
         with torch.cuda.device_of(qkv[0]):  # triton launches on the thread's device, not on that of its arguments
             return self._attend(qkv, layer, rule)
 
@@ -75,7 +84,7 @@ class TritonAttention:
     def _write(self, new_NKE: Tensor, pool_PKSE: Tensor) -> None:
         """Write the keys or values of the new tokens into their blocks of the pool."""
         num_tokens, num_heads, size = new_NKE.shape
-        _kernel("write")[num_tokens, num_heads](
+        kernel("write")[num_tokens, num_heads](
             *(new_NKE, pool_PKSE, self._writer.blocks_N, self._writer.places_N),
             *(new_NKE.stride(0), new_NKE.stride(1)),
             S=BLOCK,
@@ -87,23 +96,17 @@ class TritonAttention:
         """Return the attention of the decoding rows, which have one query each: each share of a row's context is
         computed by a program, then the shares are joined."""
         num_heads, size, value_size = layer[0].shape[1], query_DHE.shape[2], layer[1].shape[3]
+        constants = decode_constants(query_DHE.shape[1] // num_heads, (size, value_size), query_DHE.itemsize)
         window = self._longest if rule.window is None else min(rule.window, self._longest)
-        shares = max(1, min(PROGRAMS // (len(query_DHE) * num_heads), window // (2 * TILE)))
+        shares = max(1, min(PROGRAMS // (len(query_DHE) * num_heads), window // (2 * constants["TILE"])))
         parts = query_DHE.new_empty(*query_DHE.shape[:2], shares, value_size, dtype=torch.float32)
         sums = parts.new_empty(parts.shape[:3])
-        _kernel("decode")[len(query_DHE), num_heads, shares](
+        kernel("decode")[len(query_DHE), num_heads, shares](
             *(query_DHE, *layer, self._tables_DB, self._positions_D, parts, sums),
             *(query_DHE.stride(0), query_DHE.stride(1), self._tables_DB.shape[1]),
             *(rule.scale, rule.softcap or 0.0, window, rule.chunk or self._longest + 1),
             CAPPED=rule.softcap is not None,
-            TILE=TILE,
-            S=BLOCK,
-            G=query_DHE.shape[1] // num_heads,
-            GP=_power(query_DHE.shape[1] // num_heads),
-            E=size,
-            EP=_power(size),
-            V=value_size,
-            VP=_power(value_size),
+            **constants,
         )
         return _join(parts, sums, rule.sinks_H).to(query_DHE.dtype)
 
@@ -124,8 +127,23 @@ def _power(size: int) -> int:
     return max(LEAST, 1 << (size - 1).bit_length())
 
 
+def columns(size: int, value_size: int, itemsize: int) -> int:
+    """Return the number of columns that a program reads at a time, for keys and values of these sizes in numbers of
+    ``itemsize`` bytes; 0 if the kernel has no room for them."""
+    line = (_power(size) + _power(value_size)) * itemsize
+    return next((tile for tile in TILES if tile * line <= TILE_BYTES), 0)
+
+
+def decode_constants(group: int, sizes: tuple[int, int], itemsize: int) -> dict[str, int]:
+    """Return what the decoding kernel is compiled for: ``group`` query heads for each key-value head, and the sizes of
+    a key and a value, in numbers of ``itemsize`` bytes."""
+    size, value_size = sizes
+    padded = {"GP": _power(group), "EP": _power(size), "VP": _power(value_size)}
+    return {"TILE": columns(size, value_size, itemsize), "S": BLOCK, "G": group, "E": size, "V": value_size, **padded}
+
+
 @cache
-def _kernel(name: str) -> Any:
+def kernel(name: str) -> Any:
     """Return a kernel, which is compiled for a device at its first launch, or interpreted if TRITON_INTERPRET is
     set."""
     global tl  # noqa: PLW0603 - kernels see their module's globals only, and importing the module must not need Triton
