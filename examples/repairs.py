@@ -78,6 +78,7 @@ def write_task(directory, wanted):
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+        path.chmod(0o755 if text.startswith("#!") else 0o644)  # COPY keeps modes, as in docker
 
 
 def write_model(directory):

@@ -15,9 +15,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from headrace.base.errors import EnvError
-from headrace.wings.sandboxes import SandboxSpec, SessionEnded, open_sandboxes
-from headrace.wings.sandboxes.local import supervisor
+from headrace.base.errors import EnvError, EpisodeError
+from headrace.wings.sandboxes import SandboxSession, SandboxSpec, SessionEnded, open_sandboxes
+from headrace.wings.sandboxes.local import files, supervisor
+from headrace.wings.sandboxes.local.driver import LocalDriver
 from tests.wings.sandboxes.conftest import KINDS, Sandboxes
 
 CLIENT = """
@@ -288,15 +289,63 @@ def test_what_a_session_may_read_it_cannot_write_whoever_else_could(sandboxes: S
     assert [path.read_text() for path in tmp_path.iterdir()] == ["as it was"]
 
 
+def test_a_stop_that_is_cancelled_leaves_nothing(sandboxes: Sandboxes) -> None:
+    driver = sandboxes.driver
+    assert isinstance(driver, LocalDriver)
+    before, stores = len(os.listdir("/proc/self/fd")), len(driver._uses)
+
+    async def stopped() -> None:
+        session = await driver.start(SandboxSpec())
+        stopping = asyncio.create_task(session.stop())
+        await asyncio.sleep(0)
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        assert stopping.cancelled()
+        await session.stop()
+
+    for _ in range(5):
+        sandboxes(stopped())
+    assert len(driver._uses) == stores
+    assert len(os.listdir("/proc/self/fd")) <= before + 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_copies_leave_files_to_open_for_sessions(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LEFT_OPEN", 1 << 40)
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+
+    async def body() -> None:
+        async with await open_sandboxes(kind) as driver:
+            assert isinstance(driver, LocalDriver)
+            session = await driver.start(SandboxSpec())
+            if driver.overlays:
+                await driver.release(await session.snapshot())
+                return
+            with pytest.raises(EpisodeError, match="files are the most that this process may have open") as error:
+                await session.snapshot()
+            assert error.value.reason == "session_snapshot"
+            assert (await session.run("echo well")).stdout == "well\n"
+
+    asyncio.run(body())
+
+
+def test_files_of_one_session_are_bounded_in_number(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    """Empty files take memory of the kernel, which no limit of bytes counts."""
+    assert session.spec.limits.disk_bytes == 256 << 20
+    inodes = sandboxes(session.run("stat -f -c %c /workspace")).stdout
+    assert int(inodes) <= (256 << 20) // 4096
+
+
 @pytest.mark.parametrize("before", [0, 1])
 def test_a_session_without_processes_is_looked_at_once_a_second(before: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bubblewrap has a process of its own before those of the commands."""
-    order = {"programs_before": before, "life_s": 60.0, "limits": {"processes": 8}}
     channel, other_end = socket.socketpair()
     with channel, other_end:
+        order = {"programs_before": before, "life_s": 60.0, "limits": {"processes": 8}, "way": other_end.fileno()}
         watching = supervisor.SessionSupervisor(order, channel)
         for number, wait_ms in ((before, supervisor.IDLE_MS), (before + 1, supervisor.POLL_MS)):
             monkeypatch.setattr(supervisor.processes, "descendants", lambda _, found=number: iter(range(found)))
             assert watching._wait_ms() == wait_ms
-        watching._control.close()
-        watching._other_end.close()
+        for each in (watching._control, watching._other_end, watching._way):
+            each.close()

@@ -131,6 +131,12 @@ def test_what_an_agent_leaves_does_not_stand_for_the_tests(
         ("mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json", "false"),
         ("mkdir -p /tests/deep; touch /tests/deep/planted; chmod 000 /tests/deep", "test -e /tests/deep"),
         ("ln -s /app /tests; touch planted", "test -e /tests/planted"),
+        ("touch /conftest.py /pytest.ini", "test -e /conftest.py -o -e /pytest.ini"),
+        (
+            'd=$(python3 -m site --user-site); mkdir -p $d; echo \'open("/tmp/c", "w")\' > $d/usercustomize.py',
+            "/usr/bin/python3 -c pass; test -e /tmp/c",
+        ),
+        ("true", "mkfifo /logs/verifier/reward.txt; false"),
     ],
 )
 def test_tests_find_neither_variables_nor_files_that_the_agent_has_prepared_for_them(
@@ -140,7 +146,7 @@ def test_tests_find_neither_variables_nor_files_that_the_agent_has_prepared_for_
     read otherwise."""
     tests = f"#!/bin/bash\n{earns} && echo 1 > /logs/verifier/reward.txt\n"
     directory = write_task(tmp_path / "task", HARBOR, **{"tests/test.sh": tests})
-    assert attempt(runner, directory, [block(cheat), block("submit")])[0].reward == 0.0
+    assert attempt(runner, directory, [block(cheat), block("submit")], command_s=900)[0].reward == 0.0
 
 
 def test_tests_begin_in_the_directory_of_the_task_even_if_the_agent_has_taken_it_away(

@@ -56,6 +56,28 @@ def test_what_one_changes_the_others_do_not_see(sandboxes: Sandboxes, session: S
     sandboxes(sandboxes.driver.release(snapshot))
 
 
+def test_times_to_the_nanosecond_holes_and_modes_are_kept(sandboxes: Sandboxes, session: SandboxSession) -> None:
+    """``make`` in a fork decides as it does in the session."""
+    sandboxes(
+        session.run(
+            "touch -d '2020-01-01 00:00:00.123456789' old; touch -d '2020-01-01 00:00:00.9' new; mkdir -m 2711 folder; "
+            "truncate -s 60M hollow{,2,3,4,5,6}; echo end >> hollow; chmod 700 /tmp; mkdir /sys; "
+            "echo > /sys/own"
+        )
+    )
+    look = (
+        "[ new -nt old ] && echo newer; stat -c '%n %y' old new; stat -c %a folder /tmp; ls /sys | grep own;"
+        "tail -n 1 hollow; [ $(du -k hollow | cut -f 1) -lt 1000 ] && echo sparse"
+    )
+    seen = out(sandboxes, session, look)
+    assert "newer\nold 2020-01-01 00:00:00.123456789" in seen
+    snapshot = sandboxes(session.snapshot())
+    fork = sandboxes(sandboxes.driver.fork(snapshot))
+    assert out(sandboxes, fork, look) == seen
+    sandboxes(fork.stop())
+    sandboxes(sandboxes.driver.release(snapshot))
+
+
 def test_a_line_of_snapshots_and_forks_of_forks_keeps_every_moment(
     sandboxes: Sandboxes, session: SandboxSession
 ) -> None:

@@ -76,6 +76,9 @@ def here(repositories: Path) -> dict[str, Any]:
         pytest.param([f"{SOLVE}; printf 'def test_add(): pass' > tests/test_core.py; git add -A; git -c user.name=x "
           "-c user.email=y commit -qam x"], 1.0, marks=pytest.mark.slow),
         (["rm -rf .git"], 0.0),
+        (["git config filter.e.smudge 'sed s/5/-1/'; echo 'tests/* filter=e' > .git/info/attributes"], 0.0),
+        (["git config --global filter.e.smudge 'sed s/5/-1/'; echo 'tests/* filter=e' > .gitattributes"], 0.0),
+        (["mv .git ../other; echo 'gitdir: ../other' > .git"], 0.0),
         pytest.param(["printf 'raise SystemExit(0)' > calc/core.py"], 0.0, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -14,7 +14,9 @@ import pytest
 
 from headrace.base.config import validate
 from headrace.base.errors import ConfigError, EnvError, EpisodeError
+from headrace.base.types.episode import AttemptKind
 from headrace.rollout.environments.config import EnvConfig
+from headrace.wings.sandboxes import SandboxSession
 from headrace.wings.sandboxes.environment import ShellSettings
 from headrace.wings.sandboxes.local.driver import LocalDriver
 from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
@@ -58,6 +60,30 @@ def test_the_death_of_the_host_costs_its_sessions_and_no_later_one(tmp_path: Pat
         assert await worlds.open() is not driver
 
     in_worlds(write_task(tmp_path / "one", HARBOR), body, sandbox=kind)
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_a_branch_whose_snapshots_are_lost_runs_its_commands_again(tmp_path: Path, closed: bool) -> None:
+    async def body(worlds: Worlds, task: TaskDirectory) -> None:
+        async def run(session: SandboxSession, command: str) -> str:
+            return (await session.run(command)).stdout
+
+        origin = await worlds.attempt("one", task, seed=1, kind=AttemptKind.ORIGIN)
+        for command in ("echo 1 > log; cat log", "echo 2 >> log; cat log"):
+            await origin.keep(command=command, observation=await run(await origin.enter(run), command), left_s=9.0)
+        await origin.leave()
+        branch = await worlds.attempt("one", task, seed=1, kind=AttemptKind.BRANCH)
+        assert branch.repeat("echo 1 > log; cat log") is not None
+        driver = await worlds.open()
+        assert isinstance(driver, LocalDriver)
+        os.kill(driver._process.pid, signal.SIGKILL)
+        await driver._process.wait()
+        if closed:  # another episode has seen it before
+            await (await worlds.enter("one", task)).stop()
+        assert await run(await branch.enter(run), "cat log") == "1\n"
+        await branch.leave()
+
+    in_worlds(write_task(tmp_path / "one", HARBOR), body)
 
 
 def test_a_setup_that_fails_is_made_once_for_all_who_wait_and_again_for_those_who_come_later(tmp_path: Path) -> None:

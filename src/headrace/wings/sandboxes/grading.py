@@ -16,9 +16,15 @@ from headrace.wings.sandboxes.building import task_directory, variables_of
 from headrace.wings.sandboxes.outputs import TestsReward, run_tests
 from headrace.wings.sandboxes.tasks import TaskDirectory
 
+_ALONE = {"PYTHONNOUSERSITE": "1"}
+"""Variables of tests: no Python executes what the agent has left in its home."""
 REWARDS = "/logs/verifier"
 """The folder of the reward files."""
 _OUTCOME = re.compile(r"^(PASSED|FAILED|ERROR|XFAIL|XPASS|SKIPPED)\b", re.MULTILINE)
+_OF_PYTEST = (
+    *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
+    *("tox.ini", "setup.cfg", "pyproject.toml"),
+)
 _SUMMARY = "short test summary info"
 
 
@@ -28,13 +34,15 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     do not come to a result earn 0."""
     await session.end_background()
     if task.named is not None:
-        session.variables = {**session.first_variables(), **task.test_variables}
+        session.variables = {**session.first_variables(), **_ALONE, **task.test_variables}
         return await swe.grade(session, task, task.named)
-    session.variables = {**variables_of(session, task), **task.test_variables}
+    session.variables = {**variables_of(session, task), **_ALONE, **task.test_variables}
     assert task.tests is not None
     directory = session.directory = task_directory(task, session.surroundings)
     archives = await asyncio.to_thread(_packed_tests, task)
     taken = "/tests /logs"  # links and closed folders among them
+    if directory != "/":  # what pytest would take for the settings of /tests
+        taken += "".join(f" /{name}" for name in _OF_PYTEST)
     await session.run(
         f"rm -f {taken}; chmod -R u+rwX {taken}; rm -rf {taken}; mkdir -p /tests {REWARDS} {shlex.quote(directory)}"
     )
@@ -83,10 +91,11 @@ async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> floa
     texts = {}
     for name in ("reward.json", "reward.txt"):
         try:
-            texts[name] = (await session.read(f"{REWARDS}/{name}", 1 << 16)).decode("utf-8", "replace").strip()
+            texts[name] = (await _read_plain(session, f"{REWARDS}/{name}")).decode("utf-8", "replace").strip()
         except EpisodeError as error:
             if error.reason != "session_file":
                 raise
+    texts = {name: text for name, text in texts.items() if text}
     if not texts:
         return 0.0
     name, text = next(iter(texts.items()))
@@ -104,6 +113,12 @@ async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> floa
             reason="task_reward",
         ) from None
     return reward
+
+
+async def _read_plain(session: SandboxSession, path: str) -> bytes:
+    """Return the content of a file; empty where it is none, such as a pipe that nobody writes to."""
+    plain = await session.run_apart("[[ -f $1 ]]", path)
+    return await session.read(path, 1 << 16) if plain.status == 0 else b""
 
 
 def _only(values: dict[str, object]) -> object:

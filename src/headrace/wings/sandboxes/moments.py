@@ -18,10 +18,12 @@ from dataclasses import dataclass, field
 
 from headrace.base.errors import EpisodeError
 from headrace.base.types.episode import AttemptKind
-from headrace.wings.sandboxes.base import SandboxDriver, SandboxSession, SandboxSnapshot
+from headrace.wings.sandboxes.base import DriverLost, SandboxDriver, SandboxSession, SandboxSnapshot
 
 _WITHOUT_SNAPSHOT = ("session_busy", "session_snapshot")
 """The reasons for which a moment has no snapshot, and the episode goes on."""
+BeginWorld = Callable[[], Awaitable[SandboxSession]]
+"""Return a session at the beginning of an episode."""
 RunCommand = Callable[[SandboxSession, str], Awaitable[str]]
 """Run a command of the agent in a session, and return what the model reads of its result."""
 
@@ -61,13 +63,19 @@ class EpisodeMoments:
                 raise
         self.moments.append(WorldMoment(command=command, observation=observation, snapshot=snapshot, left_s=left_s))
 
-    async def resume(self, number: int, run: RunCommand) -> SandboxSession:
-        """Return a session in the world of the moment ``number``. Raises
-        :class:`~headrace.base.errors.EpisodeError` if commands that had to run again have printed something else."""
+    async def resume(self, number: int, run: RunCommand, begin: BeginWorld) -> SandboxSession:
+        """Return a session in the world of the moment ``number``. Where the snapshots are lost with their driver, the
+        commands run again in the world that ``begin`` makes. Raises :class:`~headrace.base.errors.EpisodeError` if
+        commands that had to run again have printed something else."""
         first = max(place for place in range(number + 1) if self.moments[place].snapshot is not None)
         snapshot = self.moments[first].snapshot
         assert snapshot is not None
-        session = await self.driver.fork(snapshot)
+        try:
+            session = None if self.driver.closed else await self.driver.fork(snapshot)
+        except DriverLost:
+            session = None
+        if session is None:
+            first, session = 0, await begin()
         try:
             for moment in self.moments[first + 1 : number + 1]:
                 if await run(session, moment.command) != moment.observation:
@@ -145,14 +153,17 @@ class ForkedWorld:
         *,
         session: SandboxSession | None,
         moments: EpisodeMoments | None,
+        begin: BeginWorld,
         kind: AttemptKind,
     ) -> None:
-        """Begin in ``session`` or, if it is ``None``, at the beginning of ``moments``."""
+        """Begin in ``session`` or, if it is ``None``, at the beginning of ``moments``. ``begin`` makes another session
+        at the beginning."""
         self.session = session
         """The session; ``None`` as long as the attempt repeats its origin."""
         self._store = store
         self._key = key
         self._moments = moments
+        self._begin = begin
         self._kind = kind
         self._place = 0
 
@@ -169,7 +180,7 @@ class ForkedWorld:
         """Return the session, which is forked from the last moment in common with the origin where it is not there."""
         if self.session is None:
             assert self._moments is not None
-            self.session = await self._moments.resume(self._place, run)
+            self.session = await self._moments.resume(self._place, run, self._begin)
         return self.session
 
     async def keep(self, *, command: str, observation: str, left_s: float) -> None:
@@ -180,8 +191,10 @@ class ForkedWorld:
 
     async def leave(self) -> None:
         """End the session; moments of it are kept."""
-        if self.session is not None:
-            await self.session.stop()
-        if self._moments is not None:
-            moments, self._moments = self._moments, None
-            await self._store.leave(self._key, moments)
+        try:
+            if self.session is not None:
+                await self.session.stop()
+        finally:
+            if self._moments is not None:
+                moments, self._moments = self._moments, None
+                await self._store.leave(self._key, moments)

@@ -47,6 +47,15 @@ _FITS = (
     "&& {git}read-tree {commit} && {git}apply --cached --check -)"
 )
 """Say whether a patch fits to a commit, by an index apart from the repository, and without writing an object of it."""
+_FORGET = rf"""cd {DIRECTORY} && [[ -d .git && ! -L .git ]] || exit
+kept=$(git config --file .git/config --get-regexp \
+  '^(core\.(repositoryformatversion|bare)|extensions\.(objectformat|refstorage|partialclone))$')
+rm -rf .git/config .git/config.worktree .git/commondir .git/info/attributes || exit
+while read -r name value; do
+  [[ ! $name ]] || git config --file .git/config "$name" "$value"
+done <<< "$kept"
+true"""
+"""Remove the settings of a repository by which git would run programs of the agent, such as filters of files."""
 _LACKS = (
     """while IFS= read -r file; do ({git}cat-file -e "{commit}:$file" || [ -e {folder}/"$file" ]) 2> /dev/null """
     """|| printf '%s\\n' "$file"; done"""
@@ -156,6 +165,8 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
     """Return 1 if all named tests pass in the world as the agent has left it, else 0. The files that the patch of the
     tests changes are those of the base commit before it is applied."""
     session.directory = DIRECTORY
+    if not (await session.run(_FORGET)).ok:
+        return TestsReward(reward=0.0, ended="their patch cannot be applied")  # there is no repository any more
     for path in dict.fromkeys(path for pair in _CHANGED.findall(named.patch) for path in pair):
         quoted = shlex.quote(path)
         await session.run(_git(f"checkout -q {named.base_commit} -- {quoted} || rm -rf {quoted}"))
@@ -279,8 +290,9 @@ def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _git(words: str) -> str:
     """Return a command of git in the repository, whose files may belong to another user."""
-    settings = "-c safe.directory='*' -c user.name=task -c user.email=task@localhost"
-    return f"cd {DIRECTORY} && git {settings} " + words.replace("&& git ", f"&& git {settings} ")
+    program = "GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 git"  # the agent may have settings for itself
+    git = f"&& {program} -c safe.directory='*' -c user.name=task -c user.email=task@localhost "
+    return f"cd {DIRECTORY} {git}" + words.replace("&& git ", git)
 
 
 async def _apply(session: SandboxSession, task: TaskDirectory, patch: str) -> None:

@@ -202,7 +202,7 @@ def _open_harbor(directory: Path) -> TaskDirectory:
     network = [table.get("network_mode", "no-network") for table in tables]
     return TaskDirectory(
         name=directory.name,
-        instruction=_text(directory, "instruction.md", "instruction"),
+        instruction=_instruction(directory),
         context=context,
         image=_literal(environment, "docker_image") or image,
         steps=steps,
@@ -222,7 +222,7 @@ def _open_harbor(directory: Path) -> TaskDirectory:
 def _open_terminal_bench(directory: Path) -> TaskDirectory:
     """Read a task in the form of Terminal-Bench."""
     settings = _yaml(directory, TERMINAL_BENCH)
-    if not isinstance(settings, dict) or not isinstance(settings.get("instruction"), str):
+    if not isinstance(settings, dict) or not str(settings.get("instruction") or "").strip():
         raise DataError(f"the task {directory} has no instruction in {TERMINAL_BENCH}", remedy="write one")
     if settings.get("parser_name", "pytest") != "pytest":
         raise _unsupported(directory, f"has parser_name={settings['parser_name']!r}", "have the tests run by pytest")
@@ -286,6 +286,14 @@ def _existing(path: Path, what: str, root: Path) -> Path:
         raise DataError(f"the task {path.parent} has no {what}: {path} does not exist", remedy="add it")
     resolved_inside(path, root)
     return path
+
+
+def _instruction(directory: Path) -> str:
+    """Return the instruction of a task in the form of Harbor. Raises ``ValueError`` if it is empty."""
+    text = _text(directory, "instruction.md", "instruction")
+    if not text:
+        raise ValueError("instruction.md is empty")
+    return text
 
 
 def _text(directory: Path, name: str, what: str) -> str:

@@ -12,6 +12,7 @@ import math
 from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from headrace.base.clock import RealClock
@@ -86,7 +87,8 @@ class Worlds:
             except BaseException:
                 await session.stop()
                 raise
-        return ForkedWorld(self._moments, (key, seed), session=session, moments=moments, kind=kind)
+        begin = partial(self.enter, key, task)
+        return ForkedWorld(self._moments, (key, seed), session=session, moments=moments, begin=begin, kind=kind)
 
     async def enter(self, key: str, task: TaskDirectory) -> SandboxSession:
         """Return a session in the world of ``task``, which ``key`` names. A driver that is lost is opened again, once.

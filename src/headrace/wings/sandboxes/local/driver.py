@@ -41,7 +41,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
-from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles
+from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_copies
 from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
@@ -55,8 +55,12 @@ MAX_LAYERS = 200
 """The most snapshots in a line of sessions: the kernel reads one page of mount options."""
 OF_A_PROCESS = ("cpu_s", "file_bytes", "open_files", "memory_bytes", "address_bytes")
 """The limits that the kernel holds each process to, which one command may have of its own."""
-NOT_COPIED = ("/proc", "/sys", "/.headrace")
+NOT_COPIED = ("/proc", "/.headrace")
 """Paths that every session has by itself."""
+
+
+_EXACT = ("--format=posix", "--pax-option=delete=atime,delete=ctime", "--xattrs")
+"""What tar needs to keep times to the nanosecond, by which ``make`` decides, and the attributes of users."""
 
 
 class LocalDriver(SandboxDriver):
@@ -108,6 +112,8 @@ class LocalDriver(SandboxDriver):
                 remedy="allow user namespaces to this user, or choose another kind",
             )
         driver.missing, driver.fixed = hello["missing"], hello["fixed"]
+        if not driver.overlays:
+            allow_copies()
         return driver
 
     @property
@@ -342,7 +348,7 @@ class LocalSession(SandboxSession):
         """Return a copy of the files that the session does not have by itself. Raises
         :class:`~headrace.base.errors.EpisodeError` where they cannot be copied."""
         without = [f"--exclude=.{path}" for path in (*NOT_COPIED, *self._driver.fixed, *self._driver.readable)]
-        argv = [self.programs["tar"], "--one-file-system", "--anchored", *without, "-cf", "-", "."]
+        argv = [self.programs["tar"], "--one-file-system", "--anchored", *_EXACT, "--sparse", *without, "-cf", "-", "."]
         files = CopiedFiles(self._driver)
         try:
             with files.opened("wb") as archive:
@@ -355,7 +361,7 @@ class LocalSession(SandboxSession):
     async def put_files(self, files: CopiedFiles) -> None:
         """Make the files of a new session those of a copy. Raises :class:`~headrace.base.errors.EpisodeError` where
         they cannot be written."""
-        argv = [self.programs["tar"], "--no-overwrite-dir", "-p", "-xf", "-", "-C", "/"]
+        argv = [self.programs["tar"], "-p", "--xattrs", "-xf", "-", "-C", "/"]
         with files.opened("rb") as archive:
             await self._pass_file(argv, archive, stream=0)
 
@@ -379,12 +385,14 @@ class LocalSession(SandboxSession):
         return self._layers[-1].partition("/")[0]
 
     async def stop(self) -> None:
-        """End the session and wait until its processes have gone."""
+        """End the session and wait until its processes have gone. A call that is cancelled does not wait."""
         if not self.ended:
             self.ended = "it was stopped"
-            await self._disconnect()
-            self._driver.forget(self)
-            await self._driver.drop(self._layers)
+            try:
+                await self._disconnect()
+            finally:
+                self._driver.forget(self)
+                await self._driver.drop(self._layers)
 
     def lose(self, reason: str) -> None:
         """Note that the session has ended by itself or by force, and close its channel."""
@@ -414,8 +422,9 @@ class LocalSession(SandboxSession):
                 pass
         except SessionEnded:
             pass
-        self._writer.close()
-        self._writer = None
+        finally:
+            self._writer.close()
+            self._writer = None
 
     async def _call(
         self, order: dict[str, Any], data: bytes, within_s: float, file: IO[bytes] | None = None

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+import resource
 import tempfile
 from typing import IO, Literal
 
+from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes.base import SandboxDriver
+
+MOST_OPEN = 16_384
+"""The number of open files that a process with copies asks the system for: each copy is one."""
+LEFT_OPEN = 128
+"""The number of open files that copies leave to sessions, so that these can start and end."""
+
+
+def allow_copies() -> None:
+    """Raise this process's limit of open files, as far as the system lets it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)
+    if most > soft != resource.RLIM_INFINITY:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 class LayerFiles:
@@ -24,9 +39,18 @@ class CopiedFiles:
     user = 0
 
     def __init__(self, driver: SandboxDriver) -> None:
-        """Make room for the archive of a session of ``driver``."""
+        """Make room for the archive of a session of ``driver``. Raises
+        :class:`~headrace.base.errors.EpisodeError` where there is none."""
         self.driver = driver
-        self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
+        try:
+            self._file: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the snapshot
+        except OSError as error:
+            raise _no_copy(str(error.strerror)) from None
+        most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if self._file.fileno() > most - LEFT_OPEN:
+            self._file.close()
+            raise _no_copy(f"{most} files are the most that this process may have open, and snapshots have all but "
+                           f"{LEFT_OPEN} of them")  # fmt: skip
 
     def opened(self, mode: Literal["rb", "wb"]) -> IO[bytes]:
         """Return the archive, opened once more: readers at the same time have a place of their own in it."""
@@ -35,3 +59,13 @@ class CopiedFiles:
     def close(self) -> None:
         """Free the disk."""
         self._file.close()
+
+
+def _no_copy(problem: str) -> EpisodeError:
+    """Return the error of a copy that has no place."""
+    return EpisodeError(
+        f"the files of a session cannot be copied: {problem}",
+        remedy="keep the moments of fewer episodes (env.options.episodes), allow this process more open files (ulimit "
+        "-Hn), or make room on the disk",
+        reason="session_snapshot",
+    )

@@ -115,14 +115,14 @@ class SandboxHost:
             for descriptor, (name, _) in self._running.items():
                 if name == message["session"]:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        elif self._layers is not None and not self._bwrap:
+        elif self._layers is not None:
             self._layers.remove_store(message["store"])
         return True
 
     def _start(self, order: Order, channel: socket.socket) -> None:
         """Fork the supervisor of a session. A session that cannot start tells its client why, through the channel."""
         try:
-            if self._layers is not None and not self._bwrap:
+            if self._layers is not None:
                 self._add_files(self._layers, order)
         except OSError as error:
             channel.sendall(frames.packed({"error": f"its files cannot be prepared: {error}"}))
@@ -149,7 +149,7 @@ class SandboxHost:
         store, _, number = order["layers"][-1].partition("/")
         if number == "0":
             layers.add_store(store, order["limits"]["disk_bytes"])
-        layers.add_layer(order["layers"][-1])
+        layers.add_layer(order["layers"][-1], bare=bool(self._bwrap))
 
     def _supervise(self, order: Order, channel: socket.socket) -> None:
         """Supervise a session to its end, in a process of its own."""
@@ -199,20 +199,24 @@ class SandboxHost:
         of its sandbox."""
         os.setsid()
         _silence()
+        assert self._layers is not None
+        files = self._layers.files(order["layers"][-1])
         if order["user"] != os.getuid():
+            os.chown(files, order["user"], order["user"])
             _become(order["user"])
         control.set_inheritable(True)
         os.set_inheritable(order["way"], True)
         names = {name: _file_of(text) for name, text in init.names(order["user"]).items()}
-        words = [*self._bubblewrap(order["limits"]["disk_bytes"], names), f"{root.PROGRAM}/local/init.py"]
+        words = [*self._bubblewrap(["--bind", files, "/"], names), f"{root.PROGRAM}/local/init.py"]
         os.execve(words[0], [*words, str(control.fileno()), str(order["way"])], {})
 
-    def _bubblewrap(self, disk_bytes: int, names: dict[str, int]) -> list[str]:
-        """Return the command that makes a sandbox with bubblewrap and starts this Python in it."""
+    def _bubblewrap(self, files: list[str], names: dict[str, int]) -> list[str]:
+        """Return the command that makes a sandbox with bubblewrap and starts this Python in it. ``files`` are the
+        words for its root folder."""
         assert self._layers is not None
         spaces = ["user", "ipc", "pid", "net", "uts", "cgroup-try"]
         words = [self._bwrap, *(f"--unshare-{space}" for space in spaces), "--die-with-parent", "--as-pid-1"]
-        words += ["--cap-drop", "ALL", "--size", str(disk_bytes), "--perms", "1777", "--tmpfs", "/"]
+        words += ["--cap-drop", "ALL", *files]
         words += ["--perms", "1777", "--dir", "/tmp", *self._layers.bubblewrap_words(names)]
         return [*words, "--chdir", "/", self._order["python"], "-I", "-S", "-B"]
 
@@ -225,7 +229,7 @@ class SandboxHost:
                 os.dup2(write_end, 2)
                 if os.getuid() == 0:
                     _become(FIRST_USER)
-                words = self._bubblewrap(1 << 20, {})
+                words = self._bubblewrap(["--tmpfs", "/"], {})
                 os.execve(words[0], [*words, "-c", ""], {})
             except OSError as error:
                 os.write(2, str(error).encode())

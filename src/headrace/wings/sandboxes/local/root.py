@@ -117,14 +117,18 @@ class Layers:
         kernel.unmount(f"{self.place}/{store}")
         os.rmdir(f"{self.place}/{store}")
 
-    def add_layer(self, layer: str) -> None:
-        """Make a layer, ``STORE/NUMBER``, for the files that a session will write. Every user may write to its root,
-        and only remove what is his."""
+    def files(self, layer: str) -> str:
+        """Return the folder with the files of a layer."""
+        return f"{self.place}/{layer}/files"
+
+    def add_layer(self, layer: str, *, bare: bool = False) -> None:
+        """Make a layer, ``STORE/NUMBER``, for the files that a session will write, without anything in it if it is
+        ``bare``. Every user may write to its root, and only remove what is his."""
         for name in ("files", "work"):
             os.makedirs(f"{self.place}/{layer}/{name}")
-        if not self.overlays:
-            self._write_skeleton(f"{self.place}/{layer}/files")
-        os.chmod(f"{self.place}/{layer}/files", 0o1777)
+        if not self.overlays and not bare:
+            self._write_skeleton(self.files(layer))
+        os.chmod(self.files(layer), 0o1777)
 
     def give(self, layer: str, user: int) -> None:
         """Give the folders of a new layer that is no overlay to the session's user, who unpacks copies over them."""

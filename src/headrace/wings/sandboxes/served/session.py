@@ -152,9 +152,11 @@ class ServedSession(SandboxSession):
         """End the session, and wait until it has gone."""
         if not self.ended:
             self.ended = "it was stopped"
-            if self._channel is not None:
-                await self._channel.close()
-            await self.left()
+            try:
+                if self._channel is not None:
+                    await self._channel.close()
+            finally:
+                await self.left()
 
     async def give_up(self, reason: str) -> None:
         """End the session at once."""
