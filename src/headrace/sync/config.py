@@ -174,8 +174,8 @@ class SyncConfig(Section):
     tls_key: str = ""
     """A PEM file with the key of the certificate, without a password; the engines read it."""
     directory: str = ""
-    """``files`` only: the folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run
-    directory."""
+    """The folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run directory.
+    ``files`` writes every version there, ``group`` those that no process group can bring to the engines."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The settings of a transport that an installed package offers, by the names that the package defines."""
     interrupt: Interrupt = Interrupt.INFLIGHT
