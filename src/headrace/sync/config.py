@@ -74,6 +74,9 @@ class Transport:
     address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
     """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: where the two sides
     meet; empty where they need no such place."""
+    fallback: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
+    """A function that returns the ``fallback`` of the run's route: a folder for the versions that the transport cannot
+    bring to the engines otherwise; empty for a transport without another way."""
     one_machine: str = ""
     """The reason why learner and engines must be on one machine, as the end of a sentence: "is memory of one machine".
     Empty if they may be on several."""
@@ -198,10 +201,12 @@ class SyncConfig(Section):
     def route(self, places: RunPlaces, version_bytes: int) -> Route:
         """Return the route, the settings of both sides, for versions of ``version_bytes`` bytes in a run whose two
         sides meet in ``places``."""
+        transport = TRANSPORTS.load(self.transport)
         return Route(
             transport=self.transport,
             codec=self.codec,
-            address=TRANSPORTS.load(self.transport).address(self, places),
+            address=transport.address(self, places),
+            fallback=transport.fallback(self, places),
             host=self.host,
             tls_certificate=self.tls_certificate,
             tls_key=self.tls_key,
@@ -232,6 +237,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the codec, as in ``sync.codec``."""
     address: str = ""
     """The place where the two sides meet, as the ``address`` of the transport returned it."""
+    fallback: str = ""
+    """The folder in which versions lie that the transport could not bring to the engines, as the ``fallback`` of the
+    transport returned it; empty: there is none. Engines need not reach it before."""
     host: str = LOOPBACK
     """The address on which an engine listens, for transports that need it."""
     tls_certificate: str = ""

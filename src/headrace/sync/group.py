@@ -108,10 +108,10 @@ class GroupOutbox:
 
     def __init__(self, route: Route, rank: LearnerRank) -> None:
         """Open the store at the host of ``route`` on rank 0, and connect the other ranks to it; ``rank`` is this one,
-        and all ranks make this call together. Without an address in ``route`` there is no folder for files."""
+        and all ranks make this call together."""
         host, deadline_s = route.host, _silence_s(route)
         self._deadline_s, self._rank, self._writing_s = deadline_s, rank, route.deadline_s
-        self._folder = VersionFolder(route.address) if route.address else None
+        self._folder = VersionFolder(route.fallback) if route.fallback else None
         if self._folder is not None and rank.index == 0:  # the others are not past ``share`` yet
             self._folder.remove_left()
         self._listening = _open_store(host, deadline_s) if rank.index == 0 else None
@@ -321,8 +321,8 @@ class GroupInbox:
 
     def __init__(self, route: Route) -> None:
         """Make a receiver for updates over ``route``; it joins a group when an update names one, and reads files of the
-        folder of ``route`` only."""
-        self._deadline_s, self._folder = _silence_s(route), route.address
+        fallback folder of ``route`` only."""
+        self._deadline_s, self._folder = _silence_s(route), route.fallback
         self.address = secrets.token_hex(8)
         self._joined: _Joined | None = None
 
@@ -549,7 +549,7 @@ GROUP = Transport(
     open_outbox=lambda route, token: _open_rank(route, ALONE),
     open_rank_outbox=_open_rank,
     open_inbox=lambda route, token, limit_bytes: GroupInbox(route),
-    address=folder_of_run,
+    fallback=folder_of_run,
     settings={"host": "opens no port", "directory": "writes no files"},
     check=_check,
     cost=TransportCost(gb_s=0.0, fixed_s=0.05, proposed=True),
