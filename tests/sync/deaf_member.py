@@ -1,4 +1,4 @@
-"""A member of the benchmark of process groups that no group reaches: as an engine it names an address that nobody has."""
+"""A member of the benchmark of process groups that no group reaches: an engine names an address that nobody has."""
 
 from __future__ import annotations
 

@@ -52,8 +52,8 @@ from headrace.sync.manifest import private_memory
 from headrace.sync.pieces import Bucket, box_of, buckets
 
 MOST_FAILURES = 2
-"""How often in a row a transfer to the same engines may fail before the versions go through files. Once may be the death
-of a member, which is known when the version is sent again; one version is sent four times at most."""
+"""How often in a row a transfer to the same engines may fail before the versions go through files. One failure may be
+the death of a member, which is known when the version is sent again; one version is sent four times at most."""
 _FILES = "files|"
 """The beginning of the path of an update whose parts are in files; the name of the files follows, without the rank."""
 _RAW, _DIFFERENCE = 0, 1
@@ -550,7 +550,7 @@ GROUP = Transport(
     open_rank_outbox=_open_rank,
     open_inbox=lambda route, token, limit_bytes: GroupInbox(route),
     fallback=folder_of_run,
-    settings={"host": "opens no port", "directory": "writes no files"},
+    settings={"host": "opens no port", "directory": "writes no files", "network_gb_s": "uses no network"},
     check=_check,
     cost=TransportCost(gb_s=0.0, fixed_s=0.05, proposed=True),
 )
