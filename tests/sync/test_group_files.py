@@ -6,6 +6,7 @@ import json
 import os
 import textwrap
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,11 @@ import torch
 from headrace.base.errors import NeedsFull, WeightsError
 from headrace.base.types.weights import WeightUpdate
 from headrace.sync import group
+from headrace.sync.base import LearnerRank
 from headrace.sync.config import Route
 from headrace.sync.groups import ProcessGroup, gloo_group
+from headrace.sync.pieces import whole
+from headrace.sync.transports import make_publisher, make_receiver
 from headrace.testing.sync import Pair, equal, line
 from headrace.wings.bench.engine_peers import worker
 from headrace.wings.bench.sync_group import GroupMembers
@@ -89,6 +93,8 @@ def test_group_that_is_never_joined_gives_way_to_files_and_says_so_once(
         (update,) = brought(pair)
         assert (by_files(update), update.note) == (True, "")
         assert (update.base is not None) == (pair.route.codec == "delta")
+    pair.restart_engine()
+    assert all(by_files(update) for update in brought(pair)), "an engine that joins later reads files, too"
     assert len(os.listdir(tmp_path / "weights")) == 2
     pair.publisher.close()
     assert not os.listdir(tmp_path / "weights")
@@ -180,6 +186,46 @@ def test_folder_that_cannot_be_written_is_named_with_the_failure_of_the_groups(
     with pytest.raises(WeightsError, match=r"cannot be written to .* process groups failed before: ") as refused:
         pair.resend()
     assert "sync.directory" in refused.value.remedy
+    (tmp_path / "weights").unlink()
+    update = pair.resend()
+    assert by_files(update)
+    assert "failed 2 times in a row" in update.note, "it is told although the first file could not be written"
+    pair.receiver.stage(update)
+
+
+def test_rank_that_cannot_write_its_part_lets_no_version_be_announced(network: Network, tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file where the folder should be")
+    tensors, shared = {"a": torch.ones(3), "b": torch.ones(4)}, [b""]
+    held = [whole({name: tensor}) for name, tensor in tensors.items()]
+
+    def share(message: bytes | None) -> bytes:
+        shared[0] = message or shared[0]
+        return shared[0]
+
+    with ThreadPoolExecutor(3) as threads:
+        route = Route(transport="group", deadline_s=DEADLINE_S, fallback=str(tmp_path / "weights"))
+        receiver = make_receiver(route, {"a": torch.zeros(3), "b": torch.zeros(4)})
+        ranks = [
+            make_publisher(each, tensors, held=held, rank=LearnerRank(index=index, world=2, share=share))
+            for index, each in enumerate([route, msgspec.structs.replace(route, fallback=str(tmp_path / "taken"))])
+        ]
+
+        def sent(*, again: bool) -> WeightUpdate:
+            calls = [rank.resend if again else rank.announce for rank in ranks]
+            first, _ = [threads.submit(call, 0, 0, [receiver.address]) for call in calls]
+            return first.result()
+
+        for rank, tensor in zip(ranks, tensors.values(), strict=True):
+            rank.fill(0, [tensor])
+        network.failures = 1000
+        for again in (False, True):
+            with pytest.raises(NeedsFull):
+                receiver.stage(sent(again=again))
+        with pytest.raises(WeightsError, match=r"cannot be written to .*taken/v00000000.*\.rank1"):
+            sent(again=True)
+        for rank in ranks:
+            rank.close()
+        receiver.close()
 
 
 def test_engine_that_no_network_connects_to_the_learner_says_so_in_time(

@@ -135,6 +135,8 @@ class GroupOutbox:
         """The reason for the last failure that this rank has noticed."""
         self._by_files = False
         """On rank 0, whether versions go through files."""
+        self._note = ""
+        """On rank 0, what the user has not been told yet about that."""
 
     def memory(self, num_bytes: int) -> memoryview:
         """Return ``num_bytes`` bytes of this process for the slots."""
@@ -149,7 +151,7 @@ class GroupOutbox:
             raise WeightsError(
                 f"version {request.version} has no receiver to be sent to", remedy="start an engine with this transport"
             )
-        key, already = self._key(request), self._by_files
+        key = self._key(request)
         succeeded = self._previous_succeeded(request.version)
         with self._hearing_others(request.version, 2 * self._deadline_s):
             path, hashes = self._agree(key, request, succeeded)
@@ -157,7 +159,7 @@ class GroupOutbox:
             self._write(key, path, request)
         else:
             self._transfer = self._sender.submit(self._send, path, request)
-        note = self._fallback_note(request.version) if self._by_files and not already else ""
+        note, self._note = self._note, ""
         return Sent(path=path, checksums=hashes, note=note)
 
     def close(self) -> None:
@@ -210,7 +212,8 @@ class GroupOutbox:
         engines = tuple(request.to)
         same = self._meeting is not None and self._meeting.engines == engines
         self._failures = self._failures + 1 if same and failed else 0
-        self._by_files = self._by_files or (self._folder is not None and self._failures >= MOST_FAILURES)
+        if self._folder is not None and self._failures >= MOST_FAILURES and not self._by_files:
+            self._by_files, self._note = True, self._fallback_note(request.version)
         if self._by_files:
             return f"{_FILES}{VersionFolder.new_name(request.version)}"
         if self._meeting is None or not same or failed:
