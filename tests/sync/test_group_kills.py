@@ -30,7 +30,8 @@ class Line:
     def __init__(self, directory: Path, codec: str, stack: ExitStack) -> None:
         self._path = directory / "plan.json"
         self._path.write_bytes(msgspec.json.encode(PLAN))
-        self._route = Route(transport="group", codec=codec, deadline_s=10.0)
+        self.files = directory / "weights"
+        self._route = Route(transport="group", codec=codec, deadline_s=10.0, fallback=str(self.files))
         self._stack = stack
         self.version = -1
         self.ranks = [self._start(f"rank-{n}") for n in range(NUM_RANKS)]
@@ -130,3 +131,4 @@ def test_member_killed_at_any_broadcast_leaves_every_engine_with_a_whole_version
         line.send()
         line.assert_held({line.version})
     assert deaths >= 5
+    assert not line.files.exists(), "a death is healed by new groups, and not by files"

@@ -58,6 +58,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     if order.learner.parallel.world > 1:
         order.learner.parallel.refuse_model(order.model.path, read_config(order.model.path))
     async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
+        processes.refuse_little_room()
         pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         serving = [engines, *agents.values(), *teachers.values()]

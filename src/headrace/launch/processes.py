@@ -49,6 +49,7 @@ from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
 from headrace.rollout.scoring.fit import columns_for
 from headrace.sync.config import Route, RunPlaces
+from headrace.sync.estimate import refuse_little_room
 
 
 @dataclass(slots=True, kw_only=True)
@@ -73,6 +74,12 @@ class Processes:
     :func:`~headrace.rollout.scoring.fit.columns_for`."""
     num_environments: int = 0
     """Number of environment workers that were started, including those that have been replaced."""
+
+    def refuse_little_room(self) -> None:
+        """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little room for the versions of the
+        weights that the transport keeps. On another machine the learner finds out when it starts."""
+        if not self.order.launch.remote:
+            refuse_little_room(self.order.sync, self._places(), self.order.version_bytes)
 
     def engines(self, *, own_weights: bool = False) -> Engines:
         """Return the supervisor of the policy's engines, which are not started yet. With ``own_weights`` each serves
@@ -236,8 +243,11 @@ class Processes:
     def _route(self) -> Route:
         """Return the route by which weights travel from the learner to the engines: the transport with its addresses
         and deadline."""
-        places = RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
-        return self.order.sync.route(places, self.order.version_bytes)
+        return self.order.sync.route(self._places(), self.order.version_bytes)
+
+    def _places(self) -> RunPlaces:
+        """Return the places in which learner and engines can meet."""
+        return RunPlaces(run_dir=self.order.run_dir, memory=self.weights, private=self.site.directory)
 
     def components(self, restarts: Mapping[str, int]) -> list[ComponentStatus]:
         """Return the status of every process, with the controller first. ``restarts`` has the number of times that each

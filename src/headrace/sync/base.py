@@ -86,6 +86,9 @@ class Sent:
     """The addresses of receivers that the payload did not reach, each with the reason."""
     checksums: tuple[int, ...] = ()
     """On rank 0, the hashes of the pieces of all ranks, for transports that every rank sends by."""
+    note: str = ""
+    """What the user has to know about the way that the payload took, as a sentence; it becomes
+    ``WeightUpdate.note``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,11 @@ def _meets_nowhere(sync: SyncConfig, places: RunPlaces) -> str:
     return ""
 
 
+def _keeps_nothing(sync: SyncConfig) -> int:
+    """Return 0, the number of versions that a transport keeps whose two sides need no place to meet."""
+    return 0
+
+
 def _no_check(sync: SyncConfig) -> None:
     return None  # a transport without a check accepts all values of [sync]
 
@@ -74,6 +79,12 @@ class Transport:
     address: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
     """A function that returns the ``address`` of the run's :class:`~headrace.sync.config.Route`: where the two sides
     meet; empty where they need no such place."""
+    copies: Callable[[SyncConfig], int] = _keeps_nothing
+    """A function that returns how many whole versions must have room at the ``address`` of the route, a file or a
+    folder, at the same time; 0 where none lie there. A run that has less room is refused before it starts."""
+    fallback: Callable[[SyncConfig, RunPlaces], str] = _meets_nowhere
+    """A function that returns the ``fallback`` of the run's route: a folder for the versions that the transport cannot
+    bring to the engines otherwise; empty for a transport without another way."""
     one_machine: str = ""
     """The reason why learner and engines must be on one machine, as the end of a sentence: "is memory of one machine".
     Empty if they may be on several."""
@@ -141,6 +152,8 @@ TRANSPORTS = Registry[Transport](
 """The registry behind ``sync.transport``. A module is imported when a run names its transport."""
 
 
+GB = 1e9
+"""The number of bytes in the unit of ``sync.network_gb_s``."""
 SHORT_VERSION_S = 60.0
 """The longest time for one stage or commit of a version of few bytes, in seconds."""
 SLOWEST_BYTES_S = 50e6
@@ -151,7 +164,7 @@ a large model reached, from sharded ranks through host memory and HTTP into a se
 class SyncConfig(Section):
     """Settings of the weight sync. Every transport can be combined with every codec and every interrupt."""
 
-    READ_BY_SOME: ClassVar = ("directory", "host", "tls_certificate", "tls_key")
+    READ_BY_SOME: ClassVar = ("directory", "host", "tls_certificate", "tls_key", "network_gb_s")
     """The settings that only some transports use; each :class:`~headrace.sync.config.Transport` names its own."""
 
     transport: Annotated[str, NameOf(TRANSPORTS)] = "shm"
@@ -174,8 +187,12 @@ class SyncConfig(Section):
     tls_key: str = ""
     """A PEM file with the key of the certificate, without a password; the engines read it."""
     directory: str = ""
-    """``files`` only: the folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run
-    directory."""
+    """The folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run directory.
+    ``files`` writes every version there, ``group`` those that no process group can bring to the engines."""
+    network_gb_s: float | None = Field(default=None, gt=0)
+    """The throughput of the network between learner and engines, in 10⁹ bytes per second, if you know it. A deadline
+    that a version cannot meet at this rate is refused before the run starts, and the default deadline gives a slower
+    network more time. Unset: nothing is assumed about the network."""
     options: dict[str, Any] = Field(default_factory=dict)
     """The settings of a transport that an installed package offers, by the names that the package defines."""
     interrupt: Interrupt = Interrupt.INFLIGHT
@@ -185,23 +202,36 @@ class SyncConfig(Section):
     generation, all where it does not (``inflight``, ``stream``)."""
     deadline_s: float | None = Field(default=None, gt=0)
     """The longest time for one stage or commit. Learner and engine wait for each other for at most half of it. Unset:
-    60 s, and one second more for each 50 MB of the weights that a version consists of."""
+    60 s, and one second more for each 50 MB of the weights that a version consists of; with a ``network_gb_s`` below
+    0.05, the time in which they pass that network."""
 
-    def longest_s(self, num_bytes: int) -> float:
+    def default_deadline_s(self, num_bytes: float) -> float:
+        """Return the longest time, in seconds, for a version of ``num_bytes`` bytes where ``deadline_s`` is not set.
+
+        >>> slow = SyncConfig(transport="http", network_gb_s=0.01)
+        >>> SyncConfig().default_deadline_s(10**9), slow.default_deadline_s(10**9)
+        (80.0, 160.0)
+        """
+        rate = SLOWEST_BYTES_S if self.network_gb_s is None else min(SLOWEST_BYTES_S, self.network_gb_s * GB)
+        return SHORT_VERSION_S + num_bytes / rate
+
+    def longest_s(self, num_bytes: float) -> float:
         """Return the longest time, in seconds, that one stage or commit of a version of ``num_bytes`` bytes may take.
 
         >>> SyncConfig().longest_s(64 * 10**9), SyncConfig(deadline_s=5).longest_s(10**9)
         (1340.0, 5.0)
         """
-        return self.deadline_s or SHORT_VERSION_S + num_bytes / SLOWEST_BYTES_S
+        return self.deadline_s or self.default_deadline_s(num_bytes)
 
     def route(self, places: RunPlaces, version_bytes: int) -> Route:
         """Return the route, the settings of both sides, for versions of ``version_bytes`` bytes in a run whose two
         sides meet in ``places``."""
+        transport = TRANSPORTS.load(self.transport)
         return Route(
             transport=self.transport,
             codec=self.codec,
-            address=TRANSPORTS.load(self.transport).address(self, places),
+            address=transport.address(self, places),
+            fallback=transport.fallback(self, places),
             host=self.host,
             tls_certificate=self.tls_certificate,
             tls_key=self.tls_key,
@@ -232,6 +262,9 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     """The name of the codec, as in ``sync.codec``."""
     address: str = ""
     """The place where the two sides meet, as the ``address`` of the transport returned it."""
+    fallback: str = ""
+    """The folder in which versions lie that the transport could not bring to the engines, as the ``fallback`` of the
+    transport returned it; empty: there is none. Engines need not reach it before."""
     host: str = LOOPBACK
     """The address on which an engine listens, for transports that need it."""
     tls_certificate: str = ""

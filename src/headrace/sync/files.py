@@ -37,35 +37,38 @@ _NAME_PATTERN = "v????????-????????"
 _RESEND_REMEDY = "send the version again: the file was cut off or changed"
 
 
-class FilesOutbox:
-    """The learner's side of the transport. It removes the files that it wrote."""
+class VersionFolder:
+    """A folder in which one learner, or one rank of it, writes its versions as files, and from which engines read them.
+    A file gets its name only when it is complete."""
 
     def __init__(self, folder: str) -> None:
-        """Write into ``folder``, a path or URL, which no other run may use. Remove the files that a killed run has left
-        there."""
+        """Use ``folder``, a path or URL, which no other run may use. Raises
+        :class:`~headrace.base.errors.ConfigError` if it cannot be reached."""
         self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
-        with contextlib.suppress(OSError):  # what a killed run left
-            for name in (f"{_NAME_PATTERN}.safetensors", f"{_NAME_PATTERN}.delta", f".{_NAME_PATTERN}.*.part"):
+
+    @staticmethod
+    def new_name(version: int) -> str:
+        """Return the name of a new file of ``version``, without its ending."""
+        return f"v{version:08d}-{secrets.token_hex(4)}"
+
+    def remove_left(self) -> None:
+        """Remove the files that a killed run has left."""
+        with contextlib.suppress(OSError):
+            for name in (f"{_NAME_PATTERN}.*", f".{_NAME_PATTERN}.*.part"):
                 for path in self._files.glob(f"{self._folder}/{name}"):
                     self._files.rm(path)
 
-    def memory(self, num_bytes: int) -> memoryview:
-        """Return ``num_bytes`` bytes of this process for the slots."""
-        return private_memory(num_bytes)
-
-    def send(self, request: SendRequest) -> Sent:
-        """Write the payload of ``request`` to a file in the folder, which gets its final name only when it is complete,
-        and return that name. Remove files of older versions."""
-        name = f"v{request.version:08d}-{secrets.token_hex(4)}.{'safetensors' if request.whole else 'delta'}"
+    @contextlib.contextmanager
+    def writing(self, name: str, version: int, num_bytes: int) -> Iterator[Any]:
+        """Within this context, yield the file ``name``, open for about ``num_bytes`` bytes of ``version``; then give it
+        that name, and remove files of older versions. Raises :class:`~headrace.base.errors.WeightsError` if it cannot
+        be written."""
         path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
         try:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
-                if request.whole:
-                    file.write(safetensors_header(request.manifest, request.version))
-                for bucket in _buckets(request.payload, request.manifest if request.whole else None):
-                    file.write(bucket)
+                yield file
             self._files.mv(unfinished, path)
             self._written.append(path)
             while len(self._written) > NUM_SLOTS:
@@ -74,10 +77,29 @@ class FilesOutbox:
             with contextlib.suppress(OSError):
                 self._remove(unfinished)
             raise WeightsError(
-                f"version {request.version} cannot be written to {path} ({len(request.payload)} bytes): {error}",
+                f"version {version} cannot be written to {path} ({num_bytes} bytes): {error}",
                 remedy="make room there, let this user write there, or set sync.directory",
             ) from None
-        return Sent(path=name)
+
+    @contextlib.contextmanager
+    def reading(self, name: str, version: int) -> Iterator[tuple[Any, int]]:
+        """Within this context, yield the file ``name`` of ``version``, open for reading, and its size in bytes. Raises
+        :class:`~headrace.base.errors.NeedsFull` if it cannot be read, and
+        :class:`~headrace.base.errors.WeightsError` for a name that leads out of the folder."""
+        if "/" in name or "\\" in name or name.startswith("."):
+            raise WeightsError(
+                f"version {version} names the file {name!r}, which is not one of {self._folder}",
+                remedy="publish the version again",
+            )
+        path = f"{self._folder}/{name}"
+        try:
+            with self._files.open(path, "rb") as file:
+                yield file, self._files.size(path)
+        except OSError as error:
+            raise NeedsFull(
+                f"version {version} cannot be read from {path}, where the learner wrote it: {error}",
+                remedy="let the engine reach the learner's sync.directory, under the same name",
+            ) from None
 
     def close(self) -> None:
         """Remove all files that were written."""
@@ -90,6 +112,35 @@ class FilesOutbox:
             self._files.rm(path)
 
 
+class FilesOutbox:
+    """The learner's side of the transport. It removes the files that it wrote."""
+
+    def __init__(self, folder: str) -> None:
+        """Write into ``folder``, a path or URL, which no other run may use. Remove the files that a killed run has left
+        there."""
+        self._folder = VersionFolder(folder)
+        self._folder.remove_left()
+
+    def memory(self, num_bytes: int) -> memoryview:
+        """Return ``num_bytes`` bytes of this process for the slots."""
+        return private_memory(num_bytes)
+
+    def send(self, request: SendRequest) -> Sent:
+        """Write the payload of ``request`` to a file in the folder, which gets its final name only when it is complete,
+        and return that name. Remove files of older versions."""
+        name = f"{self._folder.new_name(request.version)}.{'safetensors' if request.whole else 'delta'}"
+        with self._folder.writing(name, request.version, len(request.payload)) as file:
+            if request.whole:
+                file.write(safetensors_header(request.manifest, request.version))
+            for bucket in _buckets(request.payload, request.manifest if request.whole else None):
+                file.write(bucket)
+        return Sent(path=name)
+
+    def close(self) -> None:
+        """Remove all files that were written."""
+        self._folder.close()
+
+
 class FilesInbox:
     """The engine's side of the transport. It reads from one folder only, whatever path an update names."""
 
@@ -98,52 +149,36 @@ class FilesInbox:
 
     def __init__(self, folder: str) -> None:
         """Read from ``folder``, a path or URL."""
-        self._files, self._folder = _open_filesystem(folder)
+        self._folder = VersionFolder(folder)
 
     def view(self, update: WeightUpdate) -> None:
         return None  # ``None``: a file has to be fetched
 
     def fetch(self, update: WeightUpdate, into: memoryview) -> None:
         """Read the payload of ``update`` from its file into ``into``. Raises :class:`~headrace.base.errors.NeedsFull`
-        if it cannot be read, and :class:`~headrace.base.errors.WeightsError` for a path that leads out of the
-        folder."""
-        if "/" in update.path or "\\" in update.path or update.path.startswith("."):
-            raise WeightsError(
-                f"version {update.version} names the file {update.path!r}, which is not one of {self._folder}",
-                remedy="publish the version again",
-            )
-        path = f"{self._folder}/{update.path}"
-        try:
-            self._read(path, update, into)
-        except OSError as error:
-            raise NeedsFull(
-                f"version {update.version} cannot be read from {path}, where the learner wrote it: {error}",
-                remedy="let the engine reach the learner's sync.directory, under the same name",
-            ) from None
+        if it cannot be read, or if the size or the header of the file is not that of the version that was announced,
+        and :class:`~headrace.base.errors.WeightsError` for a path that leads out of the folder."""
+        whole = update.manifest if update.base is None else None
+        before = b"" if whole is None else safetensors_header(whole, update.version)
+        buckets = list(_buckets(into, whole))
+        expected = len(before) + sum(map(len, buckets))
+        with self._folder.reading(update.path, update.version) as (file, size):
+            found = size
+            if size == expected:
+                if file.read(len(before)) != before:
+                    raise NeedsFull(
+                        f"{update.path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY
+                    )
+                found = len(before) + sum(fill(file, bucket) for bucket in buckets)
+        if found != expected:
+            text = f"version {update.version}: {update.path} holds {found} bytes, expected were {expected}"
+            raise NeedsFull(text, remedy=_RESEND_REMEDY)
 
     def skip(self, update: WeightUpdate) -> None:
         """Do nothing: the file remains for other engines."""
 
     def close(self) -> None:
         """Do nothing: no resource is held."""
-
-    def _read(self, path: str, update: WeightUpdate, into: memoryview) -> None:
-        """Read the payload of ``update`` from the file ``path`` into ``into``. Raises
-        :class:`~headrace.base.errors.NeedsFull` if the size or the header of the file is not that of the version that
-        was announced."""
-        whole = update.manifest if update.base is None else None
-        before = b"" if whole is None else safetensors_header(whole, update.version)
-        buckets = list(_buckets(into, whole))
-        expected = len(before) + sum(map(len, buckets))
-        found = self._files.size(path)
-        if found == expected:
-            with self._files.open(path, "rb") as file:
-                if file.read(len(before)) != before:
-                    raise NeedsFull(f"{path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY)
-                found = len(before) + sum(_fill(file, bucket) for bucket in buckets)
-        if found != expected:
-            text = f"version {update.version}: {path} holds {found} bytes, expected were {expected}"
-            raise NeedsFull(text, remedy=_RESEND_REMEDY)
 
 
 def safetensors_header(manifest: Manifest, version: int) -> bytes:
@@ -168,7 +203,7 @@ def _buckets(payload: memoryview, whole: Manifest | None) -> Iterator[memoryview
             yield piece[start : start + BUCKET_BYTES]
 
 
-def _fill(file: Any, bucket: memoryview) -> int:
+def fill(file: Any, bucket: memoryview) -> int:
     """Read from ``file`` into ``bucket`` until it is full or the file ends; return the number of bytes read."""
     done = 0
     while done < len(bucket) and (count := file.readinto(bucket[done:])):
@@ -195,7 +230,7 @@ def _open_filesystem(folder: str) -> tuple[Any, str]:
     return files, path.rstrip("/")
 
 
-def _folder(sync: SyncConfig, places: RunPlaces) -> str:
+def folder_of_run(sync: SyncConfig, places: RunPlaces) -> str:
     """Return the folder in which this run writes its versions: ``weights`` in the run directory, or a folder of its own
     in ``sync.directory``, which several runs may share."""
     if not sync.directory:
@@ -208,7 +243,9 @@ def _folder(sync: SyncConfig, places: RunPlaces) -> str:
 FILES = Transport(
     open_outbox=lambda route, token: FilesOutbox(route.address),
     open_inbox=lambda route, token, limit_bytes: FilesInbox(route.address),
-    address=_folder,
-    settings={"directory": "writes no files"},
+    address=folder_of_run,
+    # two stay while the next one is written; how short a difference will be is not known
+    copies=lambda sync: 1 if sync.codec == "delta" else NUM_SLOTS + 1,
+    settings={"directory": "writes no files", "network_gb_s": "uses no network"},
     cost=TransportCost(gb_s=2.0, fixed_s=0.5),
 )

@@ -1,5 +1,5 @@
-"""Process groups of torch.distributed that are independent of the default group. The members of a group are numbered by
-*ranks*; rank 0 is the sender of every broadcast here."""
+"""Process groups of torch.distributed that are independent of the default group, and files that take the place of one.
+The members of a group are numbered by *ranks*; rank 0 is the sender of every broadcast here."""
 
 from __future__ import annotations
 
@@ -13,30 +13,39 @@ from torch import Tensor
 
 from headrace.base.config.addresses import LOOPBACK
 from headrace.base.types.weights import BUCKET_BYTES
+from headrace.sync.files import fill
 
 torch_distributed: Any = dist
 """The module ``torch.distributed``, untyped: much of it is missing in torch's stubs."""
 
 
-class ProcessGroup:
-    """A process group that is independent of the default one, with a deadline for every transfer."""
+class Broadcasts:
+    """The contract of a way by which one sender's tensors reach its receivers, in the order in which they are sent. All
+    sides make the same calls; a receiver's tensors are filled."""
 
-    def __init__(self, backend: Any, deadline_s: float) -> None:
-        """Use ``backend``, a process group object of torch. A transfer may take ``deadline_s`` seconds."""
-        self._group, self._timeout = backend, timedelta(seconds=deadline_s)
+    def broadcast_one(self, tensor: Tensor) -> None:
+        """Send ``tensor``, or receive into it."""
+        raise NotImplementedError
 
     def broadcast(self, buffer: memoryview) -> None:
-        """Broadcast ``buffer`` from rank 0 to the other ranks, which receive into theirs, one bucket after the other.
-        Raises ``RuntimeError`` if a bucket is late."""
+        """Send ``buffer``, or receive into it, one bucket after the other."""
         if buffer:
             for bucket in torch.frombuffer(buffer, dtype=torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
 
     def broadcast_tensor(self, tensor: Tensor) -> None:
-        """Broadcast the bytes of ``tensor``, which lie one after the other, as :meth:`broadcast` does."""
+        """Send the bytes of ``tensor``, which lie one after the other, or receive them, as :meth:`broadcast` does."""
         if tensor.numel():
             for bucket in tensor.reshape(-1).view(torch.uint8).split(BUCKET_BYTES):
                 self.broadcast_one(bucket)
+
+
+class ProcessGroup(Broadcasts):
+    """A process group that is independent of the default one, with a deadline for every transfer."""
+
+    def __init__(self, backend: Any, deadline_s: float) -> None:
+        """Use ``backend``, a process group object of torch. A transfer may take ``deadline_s`` seconds."""
+        self._group, self._timeout = backend, timedelta(seconds=deadline_s)
 
     def broadcast_one(self, tensor: Tensor) -> None:
         """Broadcast ``tensor`` from rank 0 to the other ranks, which receive into theirs. Raises ``RuntimeError`` if it
@@ -45,6 +54,38 @@ class ProcessGroup:
         options.rootRank = 0
         options.timeout = self._timeout
         self._group.broadcast([tensor], options).wait(self._timeout)
+
+
+class WrittenBroadcasts(Broadcasts):
+    """The sender's side of broadcasts through a file, which holds the bytes of all tensors one after the other."""
+
+    def __init__(self, file: Any) -> None:
+        """Write to ``file``, which is open for writing."""
+        self._file = file
+
+    def broadcast_one(self, tensor: Tensor) -> None:
+        """Write the bytes of ``tensor``."""
+        self._file.write(_bytes_of(tensor))
+
+
+class ReadBroadcasts(Broadcasts):
+    """A receiver's side of broadcasts through a file that :class:`WrittenBroadcasts` has written."""
+
+    def __init__(self, file: Any) -> None:
+        """Read from ``file``, which is open for reading."""
+        self._file = file
+
+    def broadcast_one(self, tensor: Tensor) -> None:
+        """Read the bytes of ``tensor``. Raises ``RuntimeError`` if the file ends before."""
+        there = _bytes_of(tensor)
+        found = fill(self._file, there)
+        if found != len(there):
+            raise RuntimeError(f"the file ends {len(there) - found} bytes too early")
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of ``tensor``, which lie one after the other, where they are."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
 
 
 def gloo_group(store: Any, rank_and_size: tuple[int, int], deadline_s: float, host: str = LOOPBACK) -> ProcessGroup:

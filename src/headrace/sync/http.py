@@ -469,7 +469,10 @@ def _check(sync: SyncConfig) -> None:
 HTTP = Transport(
     open_outbox=_open_outbox,
     open_inbox=_open_inbox,
-    settings=dict.fromkeys(("host", "tls_certificate", "tls_key"), "takes no uploads"),
+    settings={
+        **dict.fromkeys(("host", "tls_certificate", "tls_key"), "takes no uploads"),
+        "network_gb_s": "uses no network",
+    },
     check=_check,
     cost=TransportCost(gb_s=1.0, fixed_s=0.05),
 )

@@ -151,6 +151,7 @@ class Publisher:
             num_bytes=num_bytes,
             to=tuple(address for address in request.to if address not in sent.missed),
             missed=dict(sent.missed),
+            note=sent.note,
             adapter=f"adapter-v{request.version}" if self._codec.adapters_only else "",
         )
 

@@ -168,6 +168,7 @@ SHM = Transport(
     # each update says where its file is
     open_inbox=lambda route, token, limit_bytes: ShmInbox(),
     address=lambda sync, places: str(places.memory),
+    copies=lambda sync: NUM_SLOTS,
     one_machine="is memory of one machine",
     cost=TransportCost(gb_s=10.0, fixed_s=0.005, proposed=True),
 )

@@ -298,7 +298,7 @@ def test_a_dry_run_says_what_a_value_means_and_of_tables_only_what_was_set(prepa
     ("change", "longest_s", "silence_s"),
     [
         ("model.dtype=bfloat16", 60 + 64_000 / 50, 30),  # 32B parameters: 22 minutes
-        ("sync.deadline_s=8", 8, 4),
+        ("sync.deadline_s=800", 800, 400),
         ("model.lora.rank=2", 60, 30),  # adapters alone travel
     ],
 )
@@ -306,8 +306,35 @@ def test_the_deadline_of_a_version_grows_with_its_bytes(
     change: str, longest_s: float, silence_s: float, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("headrace.run.session.prepare.num_weight_bytes", lambda _, size: size * 32_000_000_000)
+    monkeypatch.setattr("headrace.sync.estimate._hash_s", lambda clock: 0.003)  # 10 GB/s
     order = make_order(prepared(change), run_dir=Path("run"), snapshot=None, observers=Observers(()))
     assert order.sync.longest_s(order.version_bytes) == longest_s
     places = RunPlaces(run_dir=order.run_dir, memory=Path("memory"), private=Path("private"))
     route = order.sync.route(places, order.version_bytes)
     assert (route.deadline_s, route.silence_s) == (longest_s / 2, silence_s)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_", "seconds"),
+    [
+        (("sync.deadline_s=8",), "128,000,000,000", "11 s at least"),
+        (("sync.deadline_s=3", "sync.codec=cast_bf16"), "64,000,000,000", "5.7 s at least"),
+        (("sync.deadline_s=99", "sync.transport=http", "sync.network_gb_s=1"), "128,000,000,000", "139 s at least"),
+    ],
+)
+def test_a_deadline_that_no_version_can_meet_is_refused_with_the_time_and_the_default(
+    changes: tuple[str, ...], bytes_: str, seconds: str, prepared: Prepare, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.run.session.prepare.num_weight_bytes", lambda _, size: size * 32_000_000_000)
+    monkeypatch.setattr("headrace.sync.estimate._hash_s", lambda clock: 0.003)
+    with pytest.raises(
+        ConfigError, match=f"is too short: .* has {bytes_} bytes and takes {re.escape(seconds)}"
+    ) as refused:
+        prepared(*changes)
+    assert "leave sync.deadline_s out" in refused.value.remedy
+
+
+def test_the_rate_of_the_network_does_not_make_another_run_of_it(prepared: Prepare) -> None:
+    here = prepared("sync.transport=http")
+    there = replace(here, config=load_config(here.config, ["sync.network_gb_s=1"]))
+    assert here.fingerprint() == there.fingerprint()

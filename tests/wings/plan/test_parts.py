@@ -104,3 +104,25 @@ def test_a_model_whose_sizes_are_not_known_is_mapped_without_memory(prepared: Pr
     (tmp_path / "config.json").write_text('{"model_type": "strange"}')
     parts = named(replace(made, config=load_config(made.config, [f"model.path={tmp_path}"])))
     assert parts["learner"].memory() == parts["engine"].memory() == ""
+
+
+def test_the_weights_on_their_way_are_told_in_one_line(
+    prepared: Prepare, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("headrace.sync.estimate._hash_s", lambda clock: 3.3554432)  # 10 MB/s
+    params = sum(each.numel() for each in load_model(ModelConfig(path=str(model))).parameters())
+
+    def told(*overrides: str) -> str:
+        (line,) = (
+            each for each in parts_table(prepared(*overrides)).splitlines() if "A version of the weights" in each
+        )
+        return line.strip()
+
+    size = f"{4 * params / 1e6:.2g} MB"
+    assert told().startswith(f"A version of the weights: {size} by shm, {4 * params / 1e7:.2g} s at least (to hash it")
+    assert "; deadline 60 s; 2 lie in " in told()
+    cast = told("sync.transport=http", "sync.codec=cast_bf16", "sync.network_gb_s=0.001")
+    assert f"{2 * params / 1e6:.2g} MB by http" in cast
+    assert f"({2 * params / 1e6:.2g} s at sync.network_gb_s, " in cast
+    assert " lie in " not in cast
+    assert "3 lie in " in told("sync.transport=files")

@@ -87,6 +87,9 @@ class WeightUpdate(msgspec.Struct, frozen=True, kw_only=True):
     """The addresses that have received the version, for transports that send it to each receiver."""
     missed: dict[str, str] = {}
     """The addresses that have not received the version, with the reason."""
+    note: str = ""
+    """What the user has to know about the way that the bytes take, as a sentence: that the transport has changed to
+    another way, and why. The controller warns with it."""
     announced_to: tuple[str, ...] = ()
     """The engines to which the learner itself has announced the version, by their addresses for orders. The
     controller does not order these to stage it."""

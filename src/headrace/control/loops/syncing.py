@@ -196,6 +196,8 @@ class SyncLoop:
         state, version = self._state, update.version
         clock, engine = state.parts.clock, state.parts.engine
         start_s = clock.now()
+        if update.note:
+            state.warn(update.note)
         try:
             with state.board.waiting("sync", f"the staging of version {version}", on="engine"):
                 await engine.stage(update)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from headrace.algo.losses.custom import Custom
+from headrace.base.clock import RealClock
 from headrace.base.config.user_code import find_in_file, refuse_missing_imports
 from headrace.base.environ import is_part_of_a_run, num_cores
 from headrace.base.errors import ConfigError, DataError, RequestError
@@ -50,6 +51,7 @@ from headrace.run.rules.start import MACHINE, MODEL, ROWS, MachineFacts, ModelFa
 from headrace.run.session.config import RunConfig, as_recorded, with_local_models
 from headrace.run.session.engine_fit import refuse_settled
 from headrace.run.session.own_engines import frozen_agents, refuse_misfits, teacher_orders
+from headrace.sync.estimate import NUMBER_BYTES, refuse_short_deadline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -116,7 +118,7 @@ class Prepared:
             "launch": True,
             "engine": {"device", "cache_share", "count", "tensor", "pipeline", "server"},
             "learner": {"device"},
-            "sync": {"options"},
+            "sync": {"options", "network_gb_s"},
         }
         run = RunSection.model_fields.keys() - {"seed"}
         settings = as_recorded(self.config, exclude={"run": run, "observe": True, **where})
@@ -171,6 +173,8 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     refuse_misfits(config, facts.context)
     if weights:  # last, since it may take long: all other errors have been reported by now
         with_local_models(named)
+    if training and config.sync.deadline_s is not None:
+        refuse_short_deadline(config.sync, _version_bytes(config), RealClock())
     return Prepared(
         config=config,
         tasks=tasks,
@@ -463,7 +467,8 @@ def _version_bytes(config: RunConfig) -> int:
     if config.model.lora is not None:
         return 0
     bytes_per_number = {"float32": 4, "bfloat16": 2}[config.model.dtype]
-    return num_weight_bytes(model_directory(config.model.path), bytes_per_number)
+    sent = min(bytes_per_number, NUMBER_BYTES.get(config.sync.codec, bytes_per_number))
+    return num_weight_bytes(model_directory(config.model.path), sent)
 
 
 def row_order(config: RunConfig, num_rows: int) -> RowOrder:

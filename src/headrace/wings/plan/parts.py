@@ -1,4 +1,5 @@
-"""The map that a dry run prints: each part of the run, the device on which it runs, and the memory that it takes there.
+"""The map that a dry run prints: each part of the run, the device on which it runs, and the memory that it takes there;
+and what one version of the weights costs on its way between them.
 
 The figures are reckoned from the sizes of the model, as those of a plan are (:mod:`headrace.wings.plan.sizing`). They
 leave out what libraries and temporary buffers take.
@@ -9,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
-from headrace.base.environ import num_cores
+from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores, shared_memory_root
 from headrace.base.errors import ConfigError
 from headrace.launch.engines import engine_names
 from headrace.launch.processes import teacher_role
@@ -19,6 +22,8 @@ from headrace.models.config import ModelConfig
 from headrace.models.devices import CPU
 from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
+from headrace.sync.config import RunPlaces
+from headrace.sync.estimate import estimated, room_for
 from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engine_bytes, learner_parts
 from headrace.wings.plan.verb import asked_of
 
@@ -50,10 +55,30 @@ class MappedPart:
 
 
 def parts_table(prepared: Prepared) -> str:
-    """Return the map of the ``prepared`` run as text with a line for each part."""
+    """Return the map of the ``prepared`` run as text with a line for each part, and one about the weights."""
     rows = [("part", "where", "memory"), *((part.name, part.where, part.memory()) for part in mapped_parts(prepared))]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return "\n".join(f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows)
+    lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
+    return "\n".join([*lines, *_version_line(prepared)])
+
+
+def _version_line(prepared: Prepared) -> list[str]:
+    """Return the line, in a list, about one version of the weights: its bytes, the time and the room that it takes at
+    least, and its deadline; nothing for a model whose sizes are not known."""
+    config, request = prepared.config, _request(prepared, prepared.config.model)
+    if request is None or not prepared.devices.learner:
+        return []
+    sync, num_bytes = config.sync, request.version_bytes
+    time = estimated(sync, num_bytes, RealClock())
+    places = RunPlaces(run_dir=Path(config.run.dir), memory=shared_memory_root() / "weights", private=Path())
+    room = None if config.launch.remote else room_for(sync, places, num_bytes)
+    kept = "" if room is None else (
+        f"; {room.copies} lie in {room.folder}: {_size(room.needed_bytes)} of {_size(room.free_bytes)} that are free"
+    )  # fmt: skip
+    return [
+        f"  A version of the weights: {_size(num_bytes)} by {sync.transport}, {time}; "
+        f"deadline {sync.longest_s(num_bytes):.0f} s{kept}."
+    ]
 
 
 def mapped_parts(prepared: Prepared) -> Iterator[MappedPart]:

@@ -10,6 +10,7 @@ from headrace.flow import FlowConfig
 from headrace.learner import LearnerConfig
 from headrace.models.config import LoraConfig, ModelConfig
 from headrace.sync import SyncConfig
+from headrace.sync.estimate import NUMBER_BYTES
 from headrace.wings.plan.catalogue import models
 from headrace.wings.plan.catalogue.shape import ModelShape
 from headrace.wings.plan.cluster import Cluster
@@ -61,6 +62,15 @@ class SizingRequest:
         if lora is None:
             return 0.0
         return float(14 * lora.rank * self.shape.layers * self.shape.hidden) * (1 + len(lora.agents))
+
+    @property
+    def version_bytes(self) -> float:
+        """Return the number of bytes of one whole version of the weights as the codec represents them, of which a
+        difference is a part."""
+        if self.model.lora is not None:
+            return self.adapter_params * 4
+        sent = NUMBER_BYTES.get(self.sync.codec, self.bytes_per_number)
+        return self.weight_bytes * min(1.0, sent / self.bytes_per_number)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

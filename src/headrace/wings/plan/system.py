@@ -190,7 +190,7 @@ class PlanContext:
         """Return the number of bytes that are sent for one version, after the codec."""
         request = self.request
         if request.model.lora is not None:
-            return request.adapter_params * 4
+            return request.version_bytes
         return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.bytes_per_number)
 
     def _failure_cost(self, trainers: int) -> FailureCost:

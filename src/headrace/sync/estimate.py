@@ -1,0 +1,138 @@
+"""The time that a version of the weights takes to reach the engines at least, and the room that it takes on its way,
+reckoned before a run starts.
+
+    bytes of a version ──┬─▶ pass the network, at sync.network_gb_s     where that is set
+                         └─▶ are hashed once by every engine            at the rate that is measured on this machine
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from headrace.base.clock import Clock
+from headrace.base.errors import ConfigError
+from headrace.sync.config import GB, TRANSPORTS, RunPlaces, SyncConfig
+
+NUMBER_BYTES = {"cast_bf16": 2, "cast_fp8": 1}
+"""The bytes of one number of a version under the codecs that round. The others keep those of the model, since the first
+version is sent whole."""
+PROBE_BYTES = 32 << 20
+"""The number of bytes that are hashed to measure the rate: more than most caches hold, and a matter of milliseconds."""
+PROBES = 3
+"""How often they are hashed. The shortest time counts, since other processes can only make it longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionEstimate:
+    """The time that one version of the weights needs at least on its way from the learner to an engine, in seconds."""
+
+    hash_s: float
+    """The time in which an engine hashes it."""
+    network_s: float | None
+    """The time in which it passes the network; ``None`` if ``sync.network_gb_s`` is not set."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the whole time: an engine hashes what has arrived."""
+        return self.hash_s + (self.network_s or 0.0)
+
+    def __str__(self) -> str:
+        """Return the time and its parts in words.
+
+        >>> str(VersionEstimate(hash_s=0.5, network_s=None))
+        '0.5 s at least (to hash it on this machine)'
+        >>> str(VersionEstimate(hash_s=0.5, network_s=128.0))
+        '128 s at least (128 s at sync.network_gb_s, 0.5 s to hash it on this machine)'
+        """
+        parts = "" if self.network_s is None else f"{_seconds(self.network_s)} at sync.network_gb_s, "
+        parts += "to hash it" if self.network_s is None else f"{_seconds(self.hash_s)} to hash it"
+        return f"{_seconds(self.seconds)} at least ({parts} on this machine)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionRoom:
+    """The room in a folder of this machine for the versions that a transport keeps there."""
+
+    folder: Path
+    """The folder, or the nearest one above it that exists."""
+    copies: int
+    """The number of whole versions that it must hold at the same time."""
+    needed_bytes: float
+    """The size of all of them."""
+    free_bytes: int
+    """The number of bytes that are free there, those of earlier versions of this run included."""
+
+
+def estimated(sync: SyncConfig, num_bytes: float, clock: Clock) -> VersionEstimate:
+    """Return the time of a version of ``num_bytes`` bytes. The rate of hashing is measured, by ``clock``: no transport
+    is faster, since engines hash every byte."""
+    network_s = None if sync.network_gb_s is None else num_bytes / (sync.network_gb_s * GB)
+    return VersionEstimate(hash_s=num_bytes * _hash_s(clock) / PROBE_BYTES, network_s=network_s)
+
+
+def refuse_short_deadline(sync: SyncConfig, num_bytes: float, clock: Clock) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if ``sync.deadline_s`` is set and shorter than a version of
+    ``num_bytes`` bytes takes, so that no engine could ever stage one."""
+    if sync.deadline_s is None:
+        return
+    time = estimated(sync, num_bytes, clock)
+    if time.seconds > sync.deadline_s:
+        raise ConfigError(
+            f"sync.deadline_s={sync.deadline_s:g} is too short: one version of the weights has {num_bytes:,.0f} bytes "
+            f"and takes {time}",
+            remedy=f"leave sync.deadline_s out, which then is {sync.default_deadline_s(num_bytes):,.0f} s",
+        )
+
+
+def room_for(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> VersionRoom | None:
+    """Return the room for versions of ``num_bytes`` bytes where both sides of the transport meet; ``None`` if they do
+    not meet in a folder of a file system."""
+    transport = TRANSPORTS.load(sync.transport)
+    address, copies = transport.address(sync, places), transport.copies(sync)
+    if not copies or "://" in address:
+        return None
+    folder = Path(address).absolute()
+    left = sum(file.stat().st_size for file in folder.glob("*") if file.is_file())
+    while not folder.is_dir():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free + left
+    return VersionRoom(folder=folder, copies=copies, needed_bytes=copies * num_bytes, free_bytes=free)
+
+
+def refuse_little_room(sync: SyncConfig, places: RunPlaces, num_bytes: float) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if there is too little room for versions of ``num_bytes`` bytes
+    where both sides of the transport meet."""
+    room = room_for(sync, places, num_bytes)
+    if room is not None and room.free_bytes < room.needed_bytes:
+        raise ConfigError(
+            f"sync.transport={sync.transport!r} keeps {room.copies} versions of {num_bytes:,.0f} bytes in "
+            f"{room.folder}, which need {room.needed_bytes:,.0f} bytes; {room.free_bytes:,.0f} are free there",
+            remedy=f"free that much there (df -h {room.folder}), enlarge it (mount -o remount,size=... for /dev/shm), "
+            "or choose another sync.transport or sync.directory",
+        )
+
+
+def _seconds(seconds: float) -> str:
+    """Return a time in words.
+
+    >>> _seconds(0.00001), _seconds(8.54), _seconds(1234.5)
+    ('under 0.001 s', '8.5 s', '1,234 s')
+    """
+    if seconds < 0.001:
+        return "under 0.001 s"
+    return f"{seconds:.2g} s" if seconds < 10 else f"{seconds:,.0f} s"
+
+
+def _hash_s(clock: Clock) -> float:
+    """Return the seconds in which one thread of this machine hashes :data:`PROBE_BYTES` bytes."""
+    probe = b"1" * PROBE_BYTES
+    times = []
+    for _ in range(PROBES):
+        start_s = clock.now()
+        xxhash.xxh3_64_intdigest(probe)
+        times.append(clock.now() - start_s)
+    return min(times)
