@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -28,6 +31,7 @@ from headrace.wings.sandboxes.world import Worlds, close_shared_worlds
 from tests.wings.sandboxes.task_files import HARBOR, TERMINAL_BENCH, write_task
 
 HERE = {"image": "machine"}
+EXAMPLE = Path(__file__).parents[3] / "examples" / "repairs.py"
 SOLVED = "sed -i s/41/42/ answer.sh"
 
 
@@ -170,6 +174,15 @@ def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, t
     episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
     assert episode.reward == 1.0
     assert "echo 42" in read[1]
+
+
+def test_the_repairs_of_the_example_are_made_by_its_commands(runner: asyncio.Runner, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, EXAMPLE, tmp_path], check=True)
+    directory = min((tmp_path / "train").iterdir())
+    wanted = re.findall("# (.)", (directory / "environment/program.sh").read_text())
+    assert len(wanted) == 3
+    options = {"action": "line", "system": "", "commands": 3}
+    assert attempt(runner, directory, [f"fix {letter}" for letter in wanted], **options)[0].reward == 1.0
 
 
 def test_the_check_of_environments_gives_the_solution_by_a_call_too(runner: asyncio.Runner, tmp_path: Path) -> None:
