@@ -47,6 +47,10 @@ class VersionFolder:
         self._files, self._folder = _open_filesystem(folder)
         self._written: deque[str] = deque()
 
+    def path_of(self, name: str) -> str:
+        """Return the path or URL of the file ``name``."""
+        return f"{self._folder}/{name}"
+
     @staticmethod
     def new_name(version: int) -> str:
         """Return the name of a new file of ``version``, without its ending."""
@@ -64,7 +68,7 @@ class VersionFolder:
         """Within this context, yield the file ``name``, open for about ``num_bytes`` bytes of ``version``; then give it
         that name, and remove files of older versions. Raises :class:`~headrace.base.errors.WeightsError` if it cannot
         be written."""
-        path, unfinished = f"{self._folder}/{name}", f"{self._folder}/.{name}.part"
+        path, unfinished = self.path_of(name), self.path_of(f".{name}.part")
         try:
             self._files.makedirs(self._folder, exist_ok=True)
             with self._files.open(unfinished, "wb") as file:
@@ -91,7 +95,7 @@ class VersionFolder:
                 f"version {version} names the file {name!r}, which is not one of {self._folder}",
                 remedy="publish the version again",
             )
-        path = f"{self._folder}/{name}"
+        path = self.path_of(name)
         try:
             with self._files.open(path, "rb") as file:
                 yield file, self._files.size(path)
@@ -161,17 +165,15 @@ class FilesInbox:
         whole = update.manifest if update.base is None else None
         before = b"" if whole is None else safetensors_header(whole, update.version)
         buckets = list(_buckets(into, whole))
-        expected = len(before) + sum(map(len, buckets))
+        expected, path = len(before) + sum(map(len, buckets)), self._folder.path_of(update.path)
         with self._folder.reading(update.path, update.version) as (file, size):
             found = size
             if size == expected:
                 if file.read(len(before)) != before:
-                    raise NeedsFull(
-                        f"{update.path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY
-                    )
+                    raise NeedsFull(f"{path} does not begin as version {update.version} does", remedy=_RESEND_REMEDY)
                 found = len(before) + sum(fill(file, bucket) for bucket in buckets)
         if found != expected:
-            text = f"version {update.version}: {update.path} holds {found} bytes, expected were {expected}"
+            text = f"version {update.version}: {path} holds {found} bytes, expected were {expected}"
             raise NeedsFull(text, remedy=_RESEND_REMEDY)
 
     def skip(self, update: WeightUpdate) -> None:

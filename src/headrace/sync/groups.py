@@ -3,6 +3,7 @@ The members of a group are numbered by *ranks*; rank 0 is the sender of every br
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ torch_distributed: Any = dist
 """The module ``torch.distributed``, untyped: much of it is missing in torch's stubs."""
 
 
-class Broadcasts:
+class Broadcasts(ABC):
     """The contract of a way by which one sender's tensors reach its receivers, in the order in which they are sent. All
     sides make the same calls; a receiver's tensors are filled."""
 
+    @abstractmethod
     def broadcast_one(self, tensor: Tensor) -> None:
         """Send ``tensor``, or receive into it."""
-        raise NotImplementedError
 
     def broadcast(self, buffer: memoryview) -> None:
         """Send ``buffer``, or receive into it, one bucket after the other."""

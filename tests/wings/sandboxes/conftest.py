@@ -32,6 +32,12 @@ HOSTED = ("e2b", "modal", "daytona")
 """Kinds that run elsewhere: their real clients reach stand-ins for the services."""
 
 
+def skip_missing(kind: str) -> None:
+    """Skip the test where a local kind cannot be."""
+    if kind == "bubblewrap" and shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+
+
 class Sandboxes:
     """A driver in an event loop of its own."""
 
@@ -133,8 +139,7 @@ def hosted_service(kind: str, folder: Path) -> Iterator[Any]:
 )
 def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
     """A driver of each kind: what is tested with it is the contract."""
-    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    skip_missing(request.param)
     with asyncio.Runner() as runner, memory_folder() as folder, ExitStack() as services:
         options = container_options(request.param, folder) if request.param in CONTAINERS else {}
         if request.param in HOSTED:
@@ -150,8 +155,7 @@ def any_sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
 @pytest.fixture(scope="module", params=KINDS)
 def sandboxes(request: pytest.FixtureRequest) -> Iterator[Sandboxes]:
     """A driver of each local kind."""
-    if request.param == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    skip_missing(request.param)
     with asyncio.Runner() as runner:
         made = Sandboxes(request.param, runner)
         yield made

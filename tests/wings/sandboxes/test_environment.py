@@ -169,7 +169,7 @@ def test_a_task_of_terminal_bench_is_judged_by_its_pytest(runner: asyncio.Runner
 def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", HARBOR)
     assert attempt(runner, directory, [SOLVED, "submit"], action="line", system="")[0].reward == 1.0
-    assert attempt(runner, directory, [block(SOLVED), "submit"], action="line")[0].reward == 1.0
+    assert attempt(runner, directory, ["```bash\necho hi\n```", "submit"], action="line")[1][1] == "hi"
     call = ToolCall(id="1", name="run", arguments=json.dumps({"command": f"{SOLVED}; cat answer.sh"}))
     episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
     assert episode.reward == 1.0
@@ -272,6 +272,7 @@ def test_long_output_is_cut_in_its_middle(runner: asyncio.Runner, tmp_path: Path
         ({"task.toml": "[environment]\nallow_internet = true"}, {}, ("task_network", "asks for a network")),
         ({"tests/test.sh": "echo lots > /logs/verifier/reward.txt"}, {}, ("task_reward", "'lots' to reward.txt")),
         ({"tests/test.sh": "echo NaN > /logs/verifier/reward.txt"}, {}, ("task_reward", "'NaN'")),
+        ({"tests/test.sh": ": > /logs/verifier/reward.txt"}, {}, ("task_reward", "'' to reward.txt")),
     ],
 )
 def test_a_task_that_cannot_be_attempted_fails_its_episode_by_name(

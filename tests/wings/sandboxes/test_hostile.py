@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ import pytest
 from headrace.base.errors import EpisodeError
 from headrace.rollout.scoring.sandbox import Reason
 from headrace.wings.sandboxes import LIMITS, SandboxDriver, SandboxSpec, SessionState, open_sandboxes
-from tests.wings.sandboxes.conftest import KINDS, container_options, memory_folder
+from tests.wings.sandboxes.conftest import KINDS, container_options, memory_folder, skip_missing
 
 MIB = 1 << 20
 SMALL = replace(
@@ -130,8 +129,7 @@ async def watch(driver: SandboxDriver, over: asyncio.Event) -> int:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [*KINDS, "podman"])
 def test_three_hundred_hostile_programs_cost_their_own_episodes_only(kind: str) -> None:
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    skip_missing(kind)
     with memory_folder() as folder:
         options = container_options(kind, folder) if kind == "podman" else {}
         withstand(kind, options, readable=sorted({sys.prefix, sys.base_prefix}) if options else ())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import signal
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -21,7 +20,7 @@ from headrace.wings.sandboxes.environment import ShellSettings
 from headrace.wings.sandboxes.local.driver import LocalDriver
 from headrace.wings.sandboxes.tasks import TaskDirectory, open_task
 from headrace.wings.sandboxes.world import Worlds
-from tests.wings.sandboxes.conftest import KINDS
+from tests.wings.sandboxes.conftest import KINDS, skip_missing
 from tests.wings.sandboxes.task_files import HARBOR, write_task
 
 Body = Callable[[Worlds, TaskDirectory], Coroutine[Any, Any, None]]
@@ -42,8 +41,7 @@ def in_worlds(task: Path, body: Body, **options: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_death_of_the_host_costs_its_sessions_and_no_later_one(tmp_path: Path, kind: str) -> None:
-    if kind == "bubblewrap" and shutil.which("bwrap") is None:
-        pytest.skip("bubblewrap is not installed")
+    skip_missing(kind)
 
     async def body(worlds: Worlds, task: TaskDirectory) -> None:
         first = await worlds.enter("one", task)

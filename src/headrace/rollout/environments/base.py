@@ -87,7 +87,7 @@ class OpenEpisode(Answering, Protocol):
 
 
 LAST = -1
-"""In place of the index of a turn: the last answer of the attempt, whichever that is."""
+"""The key, in place of the index of a turn, of columns about the last answer of an attempt."""
 
 
 class AttemptOutcome(msgspec.Struct, frozen=True, kw_only=True):

@@ -25,6 +25,7 @@ _OF_PYTEST = (
     *("conftest.py", "pytest.ini", ".pytest.ini", "pytest.toml", ".pytest.toml"),
     *("tox.ini", "setup.cfg", "pyproject.toml"),
 )
+"""Files by which pytest changes what it does with the tests below their folder."""
 _SUMMARY = "short test summary info"
 
 
@@ -90,12 +91,14 @@ async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> floa
     """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number."""
     texts = {}
     for name in ("reward.json", "reward.txt"):
+        plain = await session.run_apart("[[ -f $1 ]]", f"{REWARDS}/{name}")  # reading a pipe would never end
+        if plain.status != 0:
+            continue
         try:
-            texts[name] = (await _read_plain(session, f"{REWARDS}/{name}")).decode("utf-8", "replace").strip()
+            texts[name] = (await session.read(f"{REWARDS}/{name}", 1 << 16)).decode("utf-8", "replace").strip()
         except EpisodeError as error:
             if error.reason != "session_file":
                 raise
-    texts = {name: text for name, text in texts.items() if text}
     if not texts:
         return 0.0
     name, text = next(iter(texts.items()))
@@ -113,12 +116,6 @@ async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> floa
             reason="task_reward",
         ) from None
     return reward
-
-
-async def _read_plain(session: SandboxSession, path: str) -> bytes:
-    """Return the content of a file; empty where it is none, such as a pipe that nobody writes to."""
-    plain = await session.run_apart("[[ -f $1 ]]", path)
-    return await session.read(path, 1 << 16) if plain.status == 0 else b""
 
 
 def _only(values: dict[str, object]) -> object:

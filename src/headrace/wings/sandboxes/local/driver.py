@@ -271,8 +271,6 @@ class LocalSession(SandboxSession):
         })  # fmt: skip
         self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
         record, _ = await self._answer(STARTED_S)
-        if "error" not in record:
-            self._forwards = await serve_forwards(self._descriptors, list(self.spec.forwards.values()))
         if "error" in record:
             self.lose(record["error"])
             raise EpisodeError(
@@ -280,6 +278,7 @@ class LocalSession(SandboxSession):
                 remedy="look at the machine's limits, or choose another kind of sandbox",
                 reason="session_start",
             )
+        self._forwards = await serve_forwards(self._descriptors, list(self.spec.forwards.values()))
         self._user, self.missing = record["user"], record["missing"]
 
     @property

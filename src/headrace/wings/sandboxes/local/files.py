@@ -47,7 +47,7 @@ class CopiedFiles:
         except OSError as error:
             raise _no_copy(str(error.strerror)) from None
         most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if self._file.fileno() > most - LEFT_OPEN:
+        if most != resource.RLIM_INFINITY and self._file.fileno() > most - LEFT_OPEN:
             self._file.close()
             raise _no_copy(f"{most} files are the most that this process may have open, and snapshots have all but "
                            f"{LEFT_OPEN} of them")  # fmt: skip
