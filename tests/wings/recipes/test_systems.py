@@ -76,7 +76,8 @@ def test_settings_that_contradict_the_recipe_are_refused_in_words() -> None:
         ("areal", ["algo.old=engine"], "correction 'decoupled' reads π_old/μ", "algo.old = 'learner'"),
         ("verl", ["algo.correction=none"], "corrects for none of it", "flow.max_age = 0"),
         ("atropos", ["sync.host=10.0.0.1"], "sync.transport='files' takes no uploads", "sync.transport = 'http'"),
-        ("slime", ["sync.directory=x"], "sync.transport='group' writes no files", "sync.transport = 'files'"),
+        ("torchforge", ["sync.directory=x"], "sync.transport='shm' writes no files", "sync.transport = 'files'"),
+        ("slime", ["sync.tls_certificate=x"], "sync.transport='group' takes no uploads", "sync.transport = 'http'"),
         ("nemo-rl", ["flow.max_age=auto", "flow.policy.per=token"], "would not mask the same tokens", "'group'"),
         ("art", ["sync.rolling=2"], "sync.rolling=2 engines are to commit at once", "sync.rolling <= 1"),
         ("tunix", ["sync.codec=adapter"], "sends adapters alone, and model.lora is not set", "set model.lora"),
@@ -89,6 +90,10 @@ def test_settings_that_contradict_a_recipe_are_refused_with_name_value_reason_an
         load_config(RUN, settings, like=name)
     assert problem in refused.value.problem
     assert remedy in refused.value.remedy
+
+
+def test_process_groups_have_a_folder_for_what_they_cannot_bring() -> None:
+    assert load_config(RUN, ["sync.directory=x"], like="slime").sync.directory == "x"
 
 
 def test_what_a_recipe_does_not_say_is_not_told_as_its_own() -> None:
