@@ -5,7 +5,7 @@ A group holds the attempts at one task, and is trained in one step. The *version
 the weights that sampled it; its age is measured in versions. A step is *replayed* if it took its groups before a crash,
 and takes the same groups again.
 
-The numbers that policies need are counters that follow every move, so that an event takes as long with a hundred
+The numbers that policies need are counters that every change of a group's state updates, so that an event takes as long with a hundred
 thousand groups in flight as with ten: no method iterates over all groups.
 """
 
@@ -173,12 +173,15 @@ class FlowState:
             heapq.heappush(self._open_heap, number)
 
     def _count(self, number: int, entry: GroupEntry, by: int) -> None:
-        """Update the counters for the group ``number``, which enters its state (``by`` = 1) or leaves it (``by`` =
-        −1)."""
+        """Update all counters and indexes for the group ``number``: it enters the state in ``entry`` (``by`` = 1) or
+        leaves it (``by`` = −1)."""
         state, oldest = entry.state, entry.oldest_version
         self.counts[state] += by
         if state is GroupState.READY:
-            (self.ready.add if by > 0 else self.ready.remove)(number)
+            if by > 0:
+                self.ready.add(number)
+            else:
+                self.ready.remove(number)
         if state in _BATCHED or not state.in_flight:
             return
         if entry.step is not None:

@@ -94,9 +94,9 @@ class Forward:
         ranks: AnyRanks | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Prepare the passes of ``model``. Logits are divided by ``temperature``, that of the sampling;
-        ``entropy_gradient`` says whether entropies have a gradient. ``progress`` is told which micro-batch is being
-        computed; ``None``: nobody is told. ``ranks`` is ``None`` for a single process."""
+        """Prepare the forward passes of ``model``. Logits are divided by the sampling ``temperature``;
+        ``entropy_gradient`` says whether entropies have a gradient. ``progress``, if given, records which micro-batch
+        is being computed. ``ranks`` is ``None`` for a single process."""
         self._ranks = ranks or SingleRank(model.device)
         self._progress = progress or Progress(RealClock())
         self.switch = Switch(model)
@@ -104,7 +104,7 @@ class Forward:
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
-        # its hooks come before those above, which see what was chosen in the end
+        # The hooks of the replay run before those of the balance, which then see the experts that are really used.
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
         self._packing = Packing(
             budget=config.tokens_per_microbatch,
@@ -117,7 +117,7 @@ class Forward:
         invariant = is_deterministic(model)
         fills = not invariant and products.install(model, config.tokens_per_microbatch) and self._routed is None
         self.filled: Callable[[int], int] = products.repeated if fills else int
-        """Returns the number of rows that a pass is filled up to, from the number that it needs."""
+        """A function from the number of rows that a pass needs to the number to which it is padded."""
         log_softmax = invariant_log_softmax if invariant else None
         chunk = max(1, LOGITS_PER_CHUNK // self._vocab_size)
 

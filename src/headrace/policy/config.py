@@ -106,7 +106,7 @@ class PolicySettings(TypedDict, total=False):
     """The keyword arguments of :meth:`headrace.Policy.load`, which are the keys of :class:`PolicyConfig`."""
 
     model: Table
-    """Settings of the model, without its path."""
+    """Settings of the model, except its path, which is an argument of its own."""
     engine: Table
     """Settings of the engine; see :class:`~headrace.engine.config.EngineConfig`."""
     learner: Table
@@ -118,7 +118,7 @@ class PolicySettings(TypedDict, total=False):
     seed: int
     """Seed of the draws."""
     device: str
-    """Device of engine and learner."""
+    """Device on which the engine and the learner compute."""
 
 
 def resolve(

@@ -190,8 +190,8 @@ class Reference(QueriedModel):
         self._own = parts.forward
 
     def prepare(self, work: StepWork) -> StepWork:
-        """Return ``work`` with log π_ref of each token, and with the KL baseline of a batch if the objective reads
-        it."""
+        """Return ``work`` with log π_ref of each token and, for objectives that need it (KTO), with the estimate of
+        KL(π‖π_ref) over the batch."""
         work = replace(work, log_ref_N=self._logprobs(work, _unrouted(work.batch)))
         return replace(work, baseline=self._baseline(work.batch)) if "baseline" in self._objective.columns else work
 

@@ -288,7 +288,7 @@ class _PieceBuffer:
         self._waiting: dict[int, AnswerPiece] = {}
 
     def on_piece(self, choice: int, piece: AnswerPiece) -> None:
-        """Add a piece of the answer with the number ``choice``."""
+        """Append ``piece`` to the pending text of answer number ``choice``, and wake the task that sends it."""
         earlier = self._waiting.get(choice)
         if earlier is not None:
             piece = msgspec.structs.replace(

@@ -118,12 +118,12 @@ class Exchange(Protocol):
         ...
 
     def stream(self) -> EventStream:
-        """Return the translator of the answer into events, for an answer that is streamed."""
+        """Return the object that turns the answer into server-sent events, for an answer that is streamed."""
         ...
 
 
 class EventStream(Protocol):
-    """The translator of an answer into server-sent events while it is sampled. The first event comes with the first
+    """An object that turns an answer into server-sent events while it is sampled. The first event comes with the first
     piece."""
 
     def add(self, choice: int, piece: AnswerPiece) -> Iterator[SseEvent]:

@@ -177,7 +177,7 @@ class _ChatExchange:
         return {**self.frame("chat.completion", choices), "usage": _usage(replies)}
 
     def stream(self) -> _ChatStream:
-        """Return the translator of the answers into events."""
+        """Return the object that turns the answers into server-sent events."""
         return _ChatStream(self)
 
     def frame(self, kind: str, choices: list[Json]) -> Json:

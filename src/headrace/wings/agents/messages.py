@@ -268,7 +268,7 @@ class _MessagesExchange:
         }
 
     def stream(self) -> _MessagesStream:
-        """Return the translator of the answer into events."""
+        """Return the object that turns the answer into server-sent events."""
         return _MessagesStream(self)
 
     def begun(self, num_prompt_tokens: int) -> Json:

@@ -265,7 +265,7 @@ class ResponseForm:
         return f"resp_{self.context.name}"
 
     def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
-        """Return the translator of the answer into events; the function ``answer`` makes the complete body from the
+        """Return the object that turns the answer into server-sent events; the function ``answer`` makes the complete body from the
         replies."""
         return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
 
@@ -349,7 +349,7 @@ class _ResponsesExchange:
         return self.form.ended(reply)
 
     def stream(self) -> ItemEventStream:
-        """Return the translator of the answer into events."""
+        """Return the object that turns the answer into server-sent events."""
         return self.form.stream(self.answer)
 
 

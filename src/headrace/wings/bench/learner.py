@@ -250,9 +250,9 @@ def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
 
 
 def _head(bench: _LearnerBench, model: Path) -> Measurement:
-    """Measure the peak memory of computing log π and its gradient by each implementation of the head, beyond hidden
-    states and weights of the head, each in a fresh process. Return a row of each, and targets for the learner's own
-    implementation: twice the gradient of the head and :data:`FIXED_MB`."""
+    """Measure the peak memory of computing log π and its gradient by each implementation of the head, not counting
+    the hidden states and the weights of the head; each runs in a fresh process. Return a row for each, and targets for
+    the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`."""
     sizes = bench.sizes
     gradient_mb = sizes.vocab * HIDDEN * 4 / 2**20
     limit_mb = 2 * gradient_mb + FIXED_MB

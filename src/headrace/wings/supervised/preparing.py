@@ -190,9 +190,9 @@ def _render(renderer: RowRenderer, objective: Objective, config: TuningConfig) -
 
 
 def _refuse_unrated(config: TuningConfig, rows: RowSet, limits: RowLimits) -> None:
-    """Refuse a run whose batches KTO's divergence cannot be estimated from: it reads every answer after the prompt of
-    another row. So a step needs more than one row, and the longest prompt with the longest answer must fit. Raises
-    :class:`~headrace.base.errors.ConfigError`."""
+    """Refuse a run in whose batches KTO's divergence cannot be estimated. The estimate pairs every answer with the
+    prompt of another row, so a step needs more than one row, and the longest prompt together with the longest answer
+    must fit into the context. Raises :class:`~headrace.base.errors.ConfigError`."""
     per_step, num_places = config.run.rows_per_step, _num_places(config, rows)
     if per_step == 1 or num_places % per_step == 1:
         raise ConfigError(
@@ -322,16 +322,16 @@ def explain_tuning(prepared: PreparedTuning) -> str:
     ]
     if (world := learner.parallel.world) > 1:
         lines.append(
-            f"The learner is spread over {world} ranks, processes of this machine, which has "
+            f"The learner runs as {world} ranks (processes) on this machine, which has "
             f"{plural(num_cores(), 'processor core')}."
         )
     if learner.reference is not None and prepared.samples_per_row == 2:
-        lines.append(f"The reference is {learner.reference}.")
+        lines.append(f"The reference model is {learner.reference}.")
     when = f"every {config.run.eval_every} steps" if config.run.eval_every else "before and after training"
     if prepared.eval_rows is not None:
         lines.append(f"{plural(len(prepared.eval_rows.rows), unit)} held out, measured {when}.")
     if config.eval:
-        lines.append(f"Rewards and pass@k by [eval], measured {when}, while training goes on.")
+        lines.append(f"Rewards and pass@k by [eval], measured {when}, beside training.")
     for name, found in (("", prepared.rows), ("of the held-out rows ", prepared.eval_rows)):
         if found is not None and found.words():
             lines.append(f"Note: {name}{found.words()}.")

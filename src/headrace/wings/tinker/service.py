@@ -174,16 +174,16 @@ class TinkerService:
         return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
-        """Record a new model with the settings ``spec``, and its request 0, of the given ``kind``, that creates it;
-        ``number`` is the model's in its session. Raises :class:`Refusal` if the server holds as many models as it
-        may."""
+        """Record a new model with the settings ``spec``, the model number ``number`` of its session, and the request
+        that creates it: request 0, of the given ``kind``, with the ``body`` that the client sent. Return the ids of
+        both. Raises :class:`Refusal` if the server already holds its maximum number of models."""
         model = f"{session}:train:{number}"
         per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
         held = sum(row["n"] for row in per_session if row["session"] in self._beats)
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
         if known is None and held >= self._config.max_models:
             raise Refusal(
-                f"there are {held} models, as many as this server holds",
+                f"this server already holds {held} models, its maximum",
                 remedy="close a ServiceClient, or raise --max-models",
             )
         self._take_base(self._base(spec["base"]), model, status=400)

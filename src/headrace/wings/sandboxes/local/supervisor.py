@@ -47,34 +47,35 @@ Order = dict[str, Any]
 
 
 class RunningCommand:
-    """A command in progress, with its input that has not been read yet and its outputs so far."""
+    """A command in progress, with the part of its input that has not been written yet, and its outputs so far."""
 
     def __init__(self, order: Order, data: bytes, file: int) -> None:
         """Open the pipes of a command, whose standard input is ``data``. ``file`` is a file descriptor that takes the
-        place of its stream ``order["file"]``, an input or an output; -1: none does."""
+        place of its stream ``order["file"]``, an input or an output; -1 if there is none."""
         self.order = order
         self.ended: Order = {}
-        """How its first process has ended; empty while it runs."""
+        """How its first process ended; empty while it runs."""
         self.reason = ""
-        """The limit for which it was ended, as a value of ``Reason``; empty if none."""
+        """The limit that it exceeded and was killed for, as a value of ``Reason``; empty if none."""
         self.until_s = now_s() + order["wall_s"]
         self._file = file
         self._unsent = memoryview(data)
         self._input, *self._outputs = (os.pipe() for _ in range(4))
         self.output = {read_end: bytearray() for read_end, _ in self._outputs}
-        """What standard output, standard error and the state pipe have brought, by the file descriptor."""
+        """The bytes that have arrived from standard output, standard error and the pipe by which the shell reports its
+        state, by file descriptor."""
         self.input = self._input[1]
         for large, (pipe, _) in ((len(data), self._input), (order["output_bytes"], self._outputs[0])):
             if large > SMALL_BYTES:
-                with contextlib.suppress(OSError):  # the user has too many large pipes
+                with contextlib.suppress(OSError):  # the user's limit of memory for pipes is reached
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK_BYTES)
         for descriptor in (self.input, *self.output):
             os.set_blocking(descriptor, False)
 
     def pass_ends(self, control: socket.socket, message: Order, user: int) -> None:
-        """Send the message that starts the command, with its ends of the pipes, which are then closed here. They belong
-        to ``user``, so that the command can open them by their names in /dev. The message itself travels in a file
-        without a name: a socket takes no message of more than some hundred thousand bytes."""
+        """Send the message that starts the command, with its ends of the pipes, which are then closed here. They are
+        handed over to ``user``, so that the command can open them by their names in /dev. The message itself travels
+        in an anonymous file, because a socket accepts a few hundred thousand bytes at most."""
         ends = [self._input[0], *(write_end for _, write_end in self._outputs)]
         for end in ends if user != os.getuid() else ():
             os.fchown(end, user, user)

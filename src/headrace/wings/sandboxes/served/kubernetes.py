@@ -293,7 +293,7 @@ class KubernetesDriver(RemoteDriver):
 
     def _job(self, session: KubernetesSession) -> dict[str, Any]:
         """Return the job of a session."""
-        memory = str(_memory_files(session.spec))
+        memory = str(_volume_bytes(session.spec))
         labels = {OWNER: self.owner, SESSION: session.name, f"{SESSION}.network": self.settings.network}
         pod = {
             **self.settings.pod, "restartPolicy": "Never", "automountServiceAccountToken": False,
@@ -314,7 +314,7 @@ class KubernetesDriver(RemoteDriver):
         """Return the container of a session."""
         settings, limits = self.settings, session.spec.limits
         bounds = {
-            "memory": str(limits.memory_bytes + _memory_files(session.spec)),
+            "memory": str(limits.memory_bytes + _volume_bytes(session.spec)),
             "ephemeral-storage": str(limits.disk_bytes),
         }
         if settings.cpus is not None:
@@ -384,8 +384,9 @@ class PodChannel(ServerChannel):
                 await anext((word async for word, _ in news if word == "DELETED"), None)
 
 
-def _memory_files(spec: SandboxSpec) -> int:
-    """Return the size of the memory that a server has for the inputs and outputs of a command, and for archives."""
+def _volume_bytes(spec: SandboxSpec) -> int:
+    """Return the size in bytes of the in-memory volume of a pod, in which its server keeps the inputs and outputs of
+    the commands that run, and archives of files on their way."""
     return OWN_BYTES + 4 * spec.limits.output_bytes + 2 * spec.limits.file_bytes + 16 * MIB
 
 

@@ -86,7 +86,8 @@ class RemoteDriver(SandboxDriver):
         """Return the size of the largest file that a copy can hold."""
 
     async def start(self, spec: SandboxSpec) -> RemoteSession:
-        """Start a sandbox of the image, list its files, and make the session's directory."""
+        """Start a sandbox from the image of ``spec`` or of the settings, list its files, and create the session's
+        directory. Raises :class:`~headrace.base.errors.EpisodeError` where that fails."""
         self.refuse_closed()
         refuse_invalid(spec)
         session = await self._begin_listed(spec, image_of(self.kind, spec, self.settings.image))
