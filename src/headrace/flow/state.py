@@ -5,8 +5,8 @@ A group holds the attempts at one task, and is trained in one step. The *version
 the weights that sampled it; its age is measured in versions. A step is *replayed* if it took its groups before a crash,
 and takes the same groups again.
 
-The numbers that policies need are counters that every change of a group's state updates, so that an event takes as long with a hundred
-thousand groups in flight as with ten: no method iterates over all groups.
+The numbers that policies need are counters, which every change of a group's state updates. So an event takes as long
+with a hundred thousand groups in flight as with ten: no method iterates over all groups.
 """
 
 from __future__ import annotations

@@ -265,8 +265,8 @@ class ResponseForm:
         return f"resp_{self.context.name}"
 
     def stream(self, answer: Callable[[Sequence[Reply]], Json]) -> ItemEventStream:
-        """Return the object that turns the answer into server-sent events; the function ``answer`` makes the complete body from the
-        replies."""
+        """Return the object that turns the answer into server-sent events. The function ``answer`` makes the complete
+        body from the replies."""
         return ItemEventStream(name=self.context.name, begun=self.begun(), final_body=answer)
 
     def begun(self) -> Json:
