@@ -172,8 +172,8 @@ class TimeLimit:
         await self.scope.__aexit__(*error)
 
     def _schedule_check(self, delay_s: float) -> None:
-        """Schedule the next check ``delay_s`` seconds from now. It is told when it is due, so that it can see whether
-        it comes late."""
+        """Schedule the next check ``delay_s`` seconds from now. It receives the time at which it is due, so that it can
+        see whether it comes late."""
         loop = asyncio.get_running_loop()
         due_s = loop.time() + delay_s
         self._timer = loop.call_at(due_s, self._check, due_s, delay_s)

@@ -221,7 +221,7 @@ class ForkServer:
         finally:
             loop.remove_reader(self._control)
             for part in self._parts.values():
-                part.ended(EXIT_UNKNOWN)  # all parts were ended before, so nobody waits for their exit codes
+                part.ended(EXIT_UNKNOWN)  # all parts were ended before, so no task waits for their exit codes
             self._parts.clear()
 
     async def fork(

@@ -129,9 +129,9 @@ def settle(
 def _gangs(
     name: str, trainers: tuple[str, ...], gpus: int, count: int, width: int, *, only_cpu: bool
 ) -> tuple[str, ...]:
-    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with nobody. ``name``
-    is the setting ``engine.device``, ``trainers`` are the devices of the learner, and ``gpus`` is the number of GPUs of
-    the machine. Raises :class:`~headrace.base.errors.ConfigError` if there are too few."""
+    """Return the devices of ``count`` engines that compute on ``width`` GPUs each, and share them with no other part.
+    ``name`` is the setting ``engine.device``, ``trainers`` are the devices of the learner, and ``gpus`` is the number
+    of GPUs of the machine. Raises :class:`~headrace.base.errors.ConfigError` if there are too few."""
     if name == CPU or (name == AUTO and (only_cpu or not gpus)):
         return (CPU,) * count
     named = gpu_numbers(name)

@@ -180,7 +180,7 @@ class SyncConfig(Section):
     """With ``http``, the address on which the engine accepts uploads, for a learner on another machine. Every upload
     must carry the run's token. Without ``tls_certificate``, token and weights are sent as clear text, so the network
     must be trusted. With ``group``, the address of the learner's machine at which its ranks and the engines meet; torch
-    checks nobody there, so the network must be trusted."""
+    authenticates no client there, so the network must be trusted."""
     tls_certificate: str = ""
     """``http`` only: a PEM file with the certificate of the engines, the only one that the learner accepts. It must
     have this path on each of their machines. Unset: no TLS."""

@@ -86,7 +86,7 @@ def run_clause(clause: Clause, rig: Rig) -> str:
 
 
 def _of(mode: Interrupt) -> Clause:
-    """Return the clause about commits of new weights with the interrupt mode ``mode``, which says what becomes of
+    """Return the clause about commits of new weights with the interrupt mode ``mode``, which says what happens to
     running sequences."""
     return Clause(
         name=f"commits with `{mode.value}`, and each token has its version",

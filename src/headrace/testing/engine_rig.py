@@ -141,7 +141,7 @@ class Rig:
         clock = RealClock()
         limit_s = clock.now() + PATIENCE_S
         while not reached():
-            assert clock.now() < limit_s, "the engine has not come so far in time"
+            assert clock.now() < limit_s, "the engine did not reach the expected state in time"
             if self.core.has_work():
                 self.add_chunks(self.core.step())
 
@@ -160,7 +160,7 @@ class Rig:
 
     def publish(self, mode: Interrupt) -> SwapReport:
         """Change the learner's weights a little, stage them as the next version, commit it with the interrupt mode
-        ``mode`` (what becomes of running sequences), and return the engine's report of the commit."""
+        ``mode`` (what happens to running sequences), and return the engine's report of the commit."""
         self.stage()
         self.core.commit(self.version, mode)
         return self.swapped()

@@ -1,1 +1,1 @@
-"""Parts that the core does without: each is found by its entry point, as a package of somebody else would be."""
+"""Parts that the core does not need: each is found by its entry point, as an installed third-party package would be."""

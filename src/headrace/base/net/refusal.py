@@ -37,7 +37,7 @@ class Refusal(HeadraceError):
 
     def response(self, body: Mapping[str, Any] | None = None) -> Response:
         """Return the error as an HTTP response. ``body`` replaces the JSON body of :meth:`body` if it is given. An
-        unauthenticated client (status 401) gets no body. A client of a full server (429, 503) is told when to try
+        unauthenticated client (status 401) gets no body. A client of a full server (429, 503) learns when to try
         again."""
         if self.status == 401:
             return Response(status_code=401, headers={"www-authenticate": "Bearer"})

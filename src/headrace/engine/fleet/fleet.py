@@ -360,7 +360,7 @@ class Fleet:
 
     def _on_chunk(self, routed: RoutedRequest, member: Member, chunk: TokenChunk) -> TokenChunk:
         """Record a chunk that ``member`` sent for a request, and return it as the reader of the fleet gets it. When the
-        request has ended, the router is told."""
+        request has ended, the router is notified."""
         self._routes.record(routed.number, member, chunk.request_id)
         passed_on = routed.on_chunk(chunk)
         if routed.ended:

@@ -24,7 +24,7 @@ from headrace.base.types.sampling import Sampling
 
 
 class TokenMask(Protocol):
-    """The mask of one answer: it says which tokens may come next, and is told each token that was sampled."""
+    """The mask of one answer: it says which tokens may come next, and receives each token that was sampled."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
         """Return for each id from 0 whether it may come next; ids beyond the end of the array may not."""

@@ -59,7 +59,7 @@ class Follower(Protocol):
 
 class Rows:
     """The columns of the batch: at most ``num_rows`` sequences of at most ``num_columns`` tokens, of which ``count``
-    are in use. ``followers`` are told of every change of the rows."""
+    are in use. ``followers`` are notified of every change of the rows."""
 
     def __init__(self, num_rows: int, num_columns: int, followers: Several[Follower] = ()) -> None:
         """Allocate the columns for ``num_rows`` sequences of at most ``num_columns`` tokens; no row is in use yet."""

@@ -162,7 +162,7 @@ class EngineHost:
     def serve(self) -> None:
         """Read orders, make a step and send reports, again and again; return on the order to shut down. Raises
         :class:`~headrace.base.errors.ComponentDied` if no more versions can be staged or committed."""
-        # what the core committed before it had a host was nobody's order, so that no call waits for it
+        # no call waits for what the core committed before it had a host
         self._core.take_swaps()
         while self._broken is None:
             chunks: list[TokenChunk] = []

@@ -38,7 +38,7 @@ class ChosenAttention:
     why: str
     """The reason for the choice in words."""
     layers: tuple[AttentionKind, ...] = ()
-    """The kind of attention of each layer that attends; empty where nobody has asked for it."""
+    """The kind of attention of each layer that attends; empty where it was not requested."""
     compute: Compute | None = None
     """How flex attention is computed, for plans of parts of a pass; ``None`` for other attention."""
 

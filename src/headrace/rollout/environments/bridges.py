@@ -102,7 +102,7 @@ def load_bridge(entry: str, options: Mapping[str, Any], executor: Executor) -> R
         return as_rollout(bridge.make(what, dict(options)), executor)
     except HeadraceError:
         raise
-    except Exception as error:  # noqa: BLE001 - the boundary of a foreign library: its refusal is told in words
+    except Exception as error:  # noqa: BLE001 - the boundary of a foreign library: its refusal becomes an error message
         text = " ".join(f"{type(error).__name__}: {error}".split())[:600]
         name = entry.partition("/")[0]
         raise EnvError(

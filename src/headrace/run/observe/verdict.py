@@ -63,7 +63,7 @@ SATURATED_SHARE = 0.8
 MAX_PROMISED_GAIN = 10.0
 """A possible rate of more than this many times the present one is not promised, since no run would reach it."""
 CLOSE = 1.1
-"""Two times whose ratio is less than this are told as one."""
+"""Two times whose ratio is less than this are reported as one."""
 CROWDED_SHARE = 0.05
 """The share of time that waiting for a processor may cost before times of parts are not taken as theirs."""
 MOST_CONTROLLER = 0.5

@@ -28,7 +28,7 @@ from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engi
 from headrace.wings.plan.verb import asked_of
 
 MB = 1e6
-"""Number of bytes in the unit in which less than a GB is told."""
+"""Number of bytes in the unit that is shown for less than a GB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

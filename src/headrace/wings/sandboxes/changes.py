@@ -12,9 +12,9 @@ from headrace.rollout.scoring.sandbox.base import MIB
 from headrace.wings.sandboxes.base import SandboxSession
 
 MOST_NAMES = 12
-"""The most files that are named; of others only the number is told."""
+"""The largest number of files that are named; others are only counted."""
 MOST_BYTES = 8 * MIB
-"""The longest list of files that is read; of a directory with more files no changes are told."""
+"""The longest list of files that is read; for a directory with more files no changes are reported."""
 LIST_S = 10.0
 """The longest time of making a list."""
 _PLAIN = re.compile(r"[\w./@+=%-]+")

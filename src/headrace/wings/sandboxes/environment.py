@@ -44,9 +44,9 @@ _SYSTEM = {
     "tool": "You work in a shell on Linux, without a network. Call the tool run with one command at a time. When the "
     "task is done, answer without a call.",
 }
-"""What a model is told, by the form of its actions."""
+"""The instructions to a model, by the form of its actions."""
 _SYSTEM_MCP = " In place of a command, an answer may call the other tools that you have."
-"""What it is told besides where servers offer tools."""
+"""Further instructions where servers offer tools."""
 _OVER = "There is no time for more commands: answer without a call."
 _SERVER_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 

@@ -1,4 +1,4 @@
-"""The environment ``harness``: a program that somebody else has written works on a task directory, in a session.
+"""The environment ``harness``: a program written by somebody else works on a task directory, in a session.
 
 world of the task ─fork─▶ session ── command of the program ── 127.0.0.1:PORT ─▶ endpoint of the episode
                              └─ the program has ended, or its time is over ─▶ tests ─▶ reward

@@ -13,7 +13,7 @@ from headrace.wings.sandboxes.base import SandboxDriver, SandboxSession, Sandbox
 
 class SessionPool:
     """A pool of sessions that all begin alike, as a description says or as a snapshot holds. It keeps some of them
-    ready; ``async with`` opens it, and ends those that nobody has taken.
+    ready; ``async with`` opens it, and ends those that were not used.
 
     The time of a session (``life_s``) counts from its start, so a ready one has less of it left.
     """

@@ -59,7 +59,7 @@ class WorldSettings(Section):
 
     @model_validator(mode="after")
     def _sandbox_is_known(self) -> Self:
-        """Refuse a kind of sandbox that nobody offers."""
+        """Refuse a kind of sandbox that no package offers."""
         SANDBOXES.offer(self.sandbox)
         return self
 

@@ -114,7 +114,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class ClientGone(Exception):
-    """The error that ends the work for a client that has disconnected: nobody would read the answer."""
+    """The error that ends the work for a client that has disconnected: the answer would not be read."""
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, A]) -> A:

@@ -50,8 +50,8 @@ class ServedSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HarnessProgram:
-    """A harness that can be run: which Python module it is, and how it is told of a server. An instance is called with
-    what it is to measure."""
+    """A harness that can be run: which Python module it is, and how the address of a server is passed to it. An
+    instance is called with what it is to measure."""
 
     module: str
     """The module that is run with ``python -m``."""

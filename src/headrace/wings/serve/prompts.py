@@ -244,7 +244,7 @@ def _sampling(body: AnyBody, tokenizer: ServedTokenizer, max_new_tokens: int, se
     the request ignores them, and those of the request."""
     ends = () if body.ignore_eos else tokenizer.stop_ids
     return Sampling(
-        max_new_tokens=max(1, max_new_tokens),  # with 0, only the prompt is told
+        max_new_tokens=max(1, max_new_tokens),  # with 0, only the prompt is returned
         temperature=body.temperature,
         top_k=body.top_k,
         top_p=body.top_p,

@@ -144,7 +144,7 @@ class _ServeServer:
 
     async def _live(self, url: str, load: Callable[[], LoadedModel]) -> None:
         """Load the model in a thread, and keep its engine until the HTTP server has ended (this is then cancelled) or
-        the engine has died, whose error is raised. In the end the HTTP server is told to stop."""
+        the engine has died, whose error is raised. In the end the HTTP server is asked to stop."""
         try:
             loaded = await asyncio.to_thread(load)
             queue = LocalEngineConfig(max_requests=self._limits.max_sequences)

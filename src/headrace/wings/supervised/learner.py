@@ -282,7 +282,7 @@ class RankedLearner:
         )
 
     def _failure_of(self, rank: int) -> Failure | None:
-        """Return the failure that ``rank`` has reported and nobody has read; ``None`` for none."""
+        """Return the failure that ``rank`` has reported and that has not been read yet; ``None`` for none."""
         try:
             answer = self._codec.decode(self._pipes[rank].recv_bytes()) if self._pipes[rank].poll() else None
         except (EOFError, OSError):

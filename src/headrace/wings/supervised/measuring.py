@@ -84,7 +84,7 @@ class Measurements:
         if version:
             export(self._run_dir, self._weights(version))
         else:
-            self._weights(version).mkdir(parents=True)  # empty: what is left after a kill is told by these directories
+            self._weights(version).mkdir(parents=True)  # empty: these directories show what is left to do after a kill
         self._waiting.append(version)
         self._next()
         while len(self._waiting) > MOST_WAITING:

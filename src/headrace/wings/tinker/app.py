@@ -68,7 +68,7 @@ REFUSED_PARTS = {
 
 class ServerHolder:
     """The holder of the service that answers requests. A server listens before its models are loaded; until then there
-    is no service, and requests wait for it or are told to ask again."""
+    is no service, and requests wait for it, or are answered with an error after which clients ask again."""
 
     def __init__(self) -> None:
         """Make a holder without a service."""
@@ -96,7 +96,8 @@ class ServerHolder:
         return self.now()
 
     def end_waits(self) -> None:
-        """End all waits for the service and for results, because the server ends: clients are told to ask again."""
+        """End all waits for the service and for results, because the server ends: they get an error after which they
+        ask again."""
         self._changed.set()
         if self._service is not None:
             self._service.end_waits()

@@ -50,7 +50,7 @@ class SampleJob:
 
 class SampleJobs(dict[str, SampleJob]):
     """The sampling requests of a server, by the name that each client was given. If an answer is asked for after it was
-    forgotten, the client is told so and sends the request again."""
+    forgotten, the client gets an error that says so, and sends the request again."""
 
     def __init__(self) -> None:
         """Make an empty collection."""

@@ -300,7 +300,7 @@ class TinkerService:
     def _publish(self, model: str) -> None:
         """Give the in-flight samplers of a model the weights that it saved last."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
-        # who samples under a name that is not served any more is told so
+        # a client that samples under a name that is no longer served gets an error that says so
         records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
@@ -310,7 +310,7 @@ class TinkerService:
         if used:
             try:
                 state = base.read_weights(Path(records[0].directory))
-            except DataError:  # these weights have expired: who samples with them is told so
+            except DataError:  # these weights have expired: a client that samples with them gets an error that says so
                 return
             for record in used:  # also one that has not sampled yet: it may be reading the weights of before
                 base.weights.put(record.id, state.weights, state.version)

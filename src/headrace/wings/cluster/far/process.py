@@ -88,7 +88,7 @@ class FarProcess:
 
     @property
     def accepts_shutdown(self) -> bool:
-        """Whether the process ends by itself when it is told to shut down; otherwise it is killed."""
+        """Whether the process ends by itself when it is asked to shut down; otherwise it is killed."""
         return not self._kept
 
     async def wait(self) -> int:

@@ -123,7 +123,7 @@ class JoinListener:
         write_invitation(self._invitation, Invitation(address=launch.join, key=key, token=self._token))
 
     def close(self) -> None:
-        """Stop listening, and delete the invitation. Machines that have joined are told of the end elsewhere."""
+        """Stop listening, and delete the invitation. Machines that have joined are notified of the end elsewhere."""
         self._invitation.unlink(missing_ok=True)
         self._mark.unlink(missing_ok=True)
         self._context.destroy(0)

@@ -60,7 +60,7 @@ class Init:
         ended, wake = os.pipe()
         for descriptor in (ended, wake):
             os.set_blocking(descriptor, False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would wake nobody
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not wake the loop
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
         poll = select.poll()
         for watched in (self._control.fileno(), ended):
@@ -155,7 +155,7 @@ class Init:
                 self.tell({"status": os.waitstatus_to_exitcode(status), "cpu_s": cpu_s})
 
     def tell(self, record: dict[str, Any]) -> None:
-        """Send a record to the supervisor; if it has gone, nobody needs it."""
+        """Send a record to the supervisor; if it has ended, the record is not needed."""
         with contextlib.suppress(OSError):
             self._control.send(json.dumps(record).encode())
 

@@ -52,8 +52,8 @@ class Layers:
         kernel.mount("tmpfs", self.place, "tmpfs", PLAIN, f"size={SKELETON_BYTES},mode=755")
         self.readable = readable
         self.fixed = sorted({_outermost(path) for path in (*readable, "/etc/x", "/dev/x")} - set(readable))
-        """Folders that hold places of the machine's paths. They are mounts, which nobody in the session can move, and
-        read-only: the session's own user may own them."""
+        """Folders that hold places of the machine's paths. They are mounts, which no process in the session can move,
+        and read-only: the session's own user may own them."""
         self._programs: list[str] = []
         self.overlays = True
         """Whether sessions have their files in overlays; if not, each has one layer, which begins as the skeleton."""

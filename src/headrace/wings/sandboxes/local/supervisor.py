@@ -92,7 +92,8 @@ class RunningCommand:
         self.feed()
 
     def feed(self) -> None:
-        """Write as much of the input as the pipe takes, and close it when all is written or nobody reads it."""
+        """Write as much of the input as the pipe accepts, and close it when all is written or the reader has closed its
+        end."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[os.write(self.input, self._unsent[:CHUNK_BYTES]) :]

@@ -48,7 +48,7 @@ find / -xdev \\( -type d -printf 'Rd 0 %m %U %G %T@ %C@ 0 0 %p\\0' -o \
 printf 'E\\0'
 """
 """Write who the user is, the mounts, and a record of each path. With ``open``, what its owner cannot read is opened
-first, and its mode is told: a user without rights could not pack it otherwise."""
+first, and its mode is reported: a user without rights could not pack it otherwise."""
 _MODES = """
 while IFS= read -r -d '' mode && IFS= read -r -d '' path; do chmod "$mode" -- "$path" || exit; done
 """

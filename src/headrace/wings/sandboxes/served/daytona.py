@@ -137,7 +137,7 @@ class DaytonaChannel(HostedChannel):
         await quietly(self._sandbox.delete(timeout=END_S))
         if self._leave is not None:
             self._leave()
-        while not self._pieces.empty():  # nobody reads them any more, and the end has to find room
+        while not self._pieces.empty():  # they are not read any more, and the end needs room
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
 
@@ -154,7 +154,7 @@ class DaytonaChannel(HostedChannel):
                     self._name, self._command, self._take, _ignore
                 )
                 break
-            except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
+            except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
                 self._ended = words_of(error)
                 if not self._connected:
                     break
@@ -321,7 +321,7 @@ def _client() -> AsyncDaytona:
 
 
 async def open_daytona(readable: Sequence[str] = (), **options: Any) -> DaytonaDriver:
-    """Open the driver of Daytona. ``readable`` paths cannot be shown to a machine of somebody else: they are
+    """Open the driver of Daytona. ``readable`` paths cannot be shown to a provider's machine: they are
     refused."""
     settings = driver_settings("daytona", DaytonaSettings, options)
     refuse_readable("daytona", readable)

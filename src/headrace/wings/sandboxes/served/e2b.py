@@ -103,7 +103,7 @@ class E2BChannel(HostedChannel):
         await quietly(self._sandbox.kill(request_timeout=END_S))
         if self._handle is not None:
             await quietly(self._handle.disconnect())
-        while not self._pieces.empty():  # nobody reads them any more, and the end has to find room
+        while not self._pieces.empty():  # they are not read any more, and the end needs room
             self._pieces.get_nowait()
 
     async def last_words(self) -> str:
@@ -119,7 +119,7 @@ class E2BChannel(HostedChannel):
         """Wait for the end of the server, and pass it on."""
         try:
             await handle.wait()
-        except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
+        except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
             self._ended = self._ended or words_of(error)
         await self._pieces.put(b"")
 
@@ -238,7 +238,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 
 async def open_e2b(readable: Sequence[str] = (), **options: Any) -> E2BDriver:
-    """Open the driver of E2B. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
+    """Open the driver of E2B. ``readable`` paths cannot be shown to a provider's machine: they are refused."""
     settings = driver_settings("e2b", E2BSettings, options)
     refuse_missing("e2b")
     refuse_readable("e2b", readable)

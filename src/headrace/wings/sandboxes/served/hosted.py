@@ -1,4 +1,4 @@
-"""What the drivers of sandbox services have in common: sessions that are machines of somebody else.
+"""What the drivers of sandbox services have in common: sessions that are machines of a provider.
 
     HostedDriver ── create, keep, remove ── the service's client
          │ HostedSession ══ HostedChannel ══ launcher ── server.sh
@@ -34,7 +34,7 @@ T = TypeVar("T")
 CALL_S = 120.0
 """The longest time of a call of a service."""
 LATE_S = 2 * CALL_S
-"""How long a machine that nobody waits for any more may take to be made, so that it can be ended."""
+"""How long the creation of a machine that is no longer needed may take; then it can be ended."""
 END_S = 20.0
 """How long the end of a machine is waited for. One that is not confirmed by then ends at its time."""
 MOST_GREETINGS = 100
@@ -329,7 +329,7 @@ def _late(reason: str) -> EpisodeError:
 
 
 async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
-    """End a machine that nobody waits for any more, as soon as it is made."""
+    """End a machine that is no longer needed, as soon as it has been created."""
     made = await making
     if isinstance(made, HostedChannel):
         await made.kill()

@@ -56,7 +56,7 @@ class ModalSettings(Section):
     rights: bool = False
     """Whether commands keep the rights of root in the sandbox; else they have none."""
     snapshot_s: int = Field(default=86400, ge=60)
-    """The time after which Modal removes a snapshot that nobody has released, in seconds."""
+    """The time after which Modal removes a snapshot that was not released, in seconds."""
 
 
 class ModalChannel(HostedChannel):
@@ -97,7 +97,7 @@ class ModalChannel(HostedChannel):
             return await anext(self._output)
         except StopAsyncIteration:
             return b""
-        except Exception as error:  # noqa: BLE001 - a boundary: how it ended is told by the session
+        except Exception as error:  # noqa: BLE001 - a boundary: the session reports how it ended
             self._ended = self._ended or words_of(error)
             return b""
 
@@ -198,7 +198,7 @@ def _refusal(error: Exception, what: str, *, reason: str = "session_start") -> H
 
 
 async def open_modal(readable: Sequence[str] = (), **options: Any) -> ModalDriver:
-    """Open the driver of Modal. ``readable`` paths cannot be shown to a machine of somebody else: they are refused."""
+    """Open the driver of Modal. ``readable`` paths cannot be shown to a provider's machine: they are refused."""
     settings = driver_settings("modal", ModalSettings, options)
     refuse_missing("modal")
     refuse_readable("modal", readable)

@@ -218,7 +218,7 @@ class ServedEngine:
         self._server.handover.write(update.version, self._receiver.staged())
 
     def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> None:
-        """Begin to let the server load the staged ``version``; ``mode`` says what becomes of running answers, and
+        """Begin to let the server load the staged ``version``; ``mode`` says what happens to running answers, and
         :meth:`take_swaps` reports the end. Raises :class:`~headrace.base.errors.WeightsError` for a mode that the
         server cannot do, and while another commit runs."""
         if mode not in self._can.interrupts:

@@ -153,7 +153,7 @@ class AnswerStreams:
             self._asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
-        """Let the server load ``version``, and queue the report of the commit. ``mode`` says what becomes of running
+        """Let the server load ``version``, and queue the report of the commit. ``mode`` says what happens to running
         answers: they stay, are ended and continued, begin again, or are waited for."""
         ordered_s = self._clock.now()
         self._stop_admitting(later_only=mode is Interrupt.BATCH)
