@@ -62,5 +62,5 @@ def test_constraints_pin_every_dependency_of_ci_exactly() -> None:
     project = tomllib.loads(PYPROJECT)["project"]
     needs = [*project["dependencies"], *project["optional-dependencies"]["dev"], "reasoning-gym>=0"]
     missing = {need.partition(">")[0].partition("[")[0].lower() for need in needs} - pinned.keys()
-    assert not missing
+    assert missing == {"triton"}  # each build of torch names its own
     assert pinned["torch"] == "2.13.0"

@@ -308,6 +308,57 @@ def test_a_stop_that_is_cancelled_leaves_nothing(sandboxes: Sandboxes) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 1
 
 
+def test_starts_that_are_cancelled_together_cost_no_other_session(sandboxes: Sandboxes) -> None:
+    """So many that the host cannot take all messages at once: some are cancelled before it knows of their files."""
+
+    async def body() -> None:
+        first = await sandboxes.driver.start(SandboxSpec())
+        starts = [asyncio.create_task(sandboxes.driver.start(SandboxSpec())) for _ in range(300)]
+        await asyncio.sleep(0.02)
+        for start in starts:
+            start.cancel()
+        for done in await asyncio.gather(*starts, return_exceptions=True):
+            if isinstance(done, SandboxSession):
+                await done.stop()
+        assert (await first.run("echo fine")).stdout == "fine\n"
+        another = await sandboxes.driver.start(SandboxSpec())
+        assert (await another.run("echo new")).stdout == "new\n"
+        await another.stop()
+        await first.stop()
+
+    sandboxes(body())
+
+
+FEW_FILES = """
+import asyncio, resource, sys
+from headrace.base.errors import EpisodeError
+from headrace.wings.sandboxes import SandboxSpec, open_sandboxes
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, 256))
+    async with await open_sandboxes(sys.argv[1]) as driver:
+        sessions = [await driver.start(SandboxSpec())]
+        try:
+            while len(sessions) < 250:
+                sessions.append(await driver.start(SandboxSpec()))
+        except EpisodeError as error:
+            print(error.reason)
+        for session in sessions[1:20]:
+            await session.stop()
+        print((await sessions[0].run("echo fine")).stdout.strip())
+        print((await (await driver.start(SandboxSpec())).run("echo new")).stdout.strip())
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_process_that_may_open_no_more_files_starts_no_session_and_keeps_the_others(kind: str) -> None:
+    skip_missing(kind)
+    done = subprocess.run([sys.executable, "-c", FEW_FILES, kind], capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["session_start", "fine", "new"], done.stderr
+
+
 def test_copies_leave_files_to_open_for_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
     skip_missing("bubblewrap")
 

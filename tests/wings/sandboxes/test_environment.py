@@ -169,7 +169,8 @@ def test_a_task_of_terminal_bench_is_judged_by_its_pytest(runner: asyncio.Runner
 def test_answers_can_be_plain_lines_or_calls_of_a_tool(runner: asyncio.Runner, tmp_path: Path) -> None:
     directory = write_task(tmp_path / "task", HARBOR)
     assert attempt(runner, directory, [SOLVED, "submit"], action="line", system="")[0].reward == 1.0
-    assert attempt(runner, directory, ["```bash\necho hi\n```", "submit"], action="line")[1][1] == "hi"
+    for fenced in ("```bash\necho hi\n```", "```\necho hi\n```", "~~~console\r\necho hi\r\n~~~\r\n"):
+        assert attempt(runner, directory, [fenced, "submit"], action="line")[1][1] == "hi"
     call = ToolCall(id="1", name="run", arguments=json.dumps({"command": f"{SOLVED}; cat answer.sh"}))
     episode, read = attempt(runner, directory, [call, "It is done."], action="tool")
     assert episode.reward == 1.0
@@ -297,6 +298,10 @@ def test_a_task_that_cannot_be_attempted_fails_its_episode_by_name(
         ("echo '{\"correctness\": 0.75}' > /logs/verifier/reward.json", 0.75),
         ("true", 0.0),
         ("sleep 99", 0.0),
+        ("mkfifo /logs/verifier/reward.txt", 0.0),
+        ("ln -s /dev/zero /logs/verifier/reward.txt", 0.0),
+        ("sleep 99 > /logs/verifier/reward.txt", 0.0),
+        ("cat /dev/zero > /app/x; echo 1 > /logs/verifier/reward.txt", 0.0),
     ],
 )
 def test_rewards_are_read_as_the_field_writes_them(
@@ -425,6 +430,29 @@ def test_a_limit_that_ends_the_tests_is_recorded(runner: asyncio.Runner, tmp_pat
     ended, _ = attempt(runner, write_task(tmp_path / "task", HARBOR, **changes), [block("ls"), block("submit")])
     assert ended.reward == 0.0
     assert [columns.get("tests") for columns in ended.extra.values()] == [None, "ended: wall time"]
+
+
+@pytest.mark.parametrize(
+    ("tests", "ended"),
+    [
+        ("sleep 99 > /logs/verifier/reward.txt", "wall time"),
+        ("mkdir /logs/verifier/reward.json", "reward.json is no plain file"),
+        ("cat /dev/zero > /app/x; : > /logs/verifier/reward.txt", "the disk is full"),
+        ("head -c 7000000 /dev/zero > /logs/verifier/reward.txt", "reward.txt cannot be read"),
+    ],
+)
+def test_why_there_is_no_reward_is_recorded(runner: asyncio.Runner, tmp_path: Path, tests: str, ended: str) -> None:
+    changes = {"tests/test.sh": tests, "task.toml": "[verifier]\ntimeout_sec = 2.0"}
+    episode, _ = attempt(runner, write_task(tmp_path / "task", HARBOR, **changes), ["submit"], disk_mb=8)
+    assert episode.reward == 0.0
+    assert [columns["tests"] for columns in episode.extra.values()] == [f"ended: {ended}"]
+
+
+def test_an_empty_reward_of_tests_that_came_to_their_end_is_named(runner: asyncio.Runner, tmp_path: Path) -> None:
+    changes = {"tests/test.sh": ": > /logs/verifier/reward.txt"}
+    with pytest.raises(EpisodeError, match=r"have written '' to reward\.txt") as error:
+        attempt(runner, write_task(tmp_path / "task", HARBOR, **changes), ["submit"])
+    assert error.value.reason == "task_reward"
 
 
 @pytest.mark.parametrize(

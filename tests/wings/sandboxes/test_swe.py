@@ -66,6 +66,12 @@ def here(repositories: Path) -> dict[str, Any]:
     return {"image": "machine", "repositories": str(repositories)}
 
 
+_CHEAT = (
+    "(echo 'import calc.core'; echo 'calc.core.add = lambda a, b: a + b'; git show HEAD:tests/test_core.py) > /tmp/n"
+)
+"""A command that writes tests whose first lines mend what they test."""
+
+
 @pytest.mark.parametrize(
     ("commands", "reward"),
     [
@@ -79,6 +85,11 @@ def here(repositories: Path) -> dict[str, Any]:
         (["git config filter.e.smudge 'sed s/5/-1/'; echo 'tests/* filter=e' > .git/info/attributes"], 0.0),
         (["git config --global filter.e.smudge 'sed s/5/-1/'; echo 'tests/* filter=e' > .gitattributes"], 0.0),
         (["mv .git ../other; echo 'gitdir: ../other' > .git"], 0.0),
+        ([f"{_CHEAT}; printf '#!/bin/sh\\ncp /tmp/n tests/test_core.py' > .git/hooks/post-checkout; "
+          "chmod +x .git/hooks/post-checkout"], 0.0),
+        ([f"{_CHEAT}; git replace $(git rev-parse HEAD:tests/test_core.py) $(git hash-object -w /tmp/n); "
+          "rm tests/test_core.py"], 0.0),
+        ([f"{SOLVE}; touch .git/index.lock"], 1.0),
         pytest.param(["printf 'raise SystemExit(0)' > calc/core.py"], 0.0, marks=pytest.mark.slow),
     ],
 )  # fmt: skip

@@ -54,9 +54,11 @@ NUM_TASKS = 3
 START_S = 60.0
 """The longest time that the worker may take to start. In seconds."""
 PROGRESS_EVERY_S = 1.0
-"""The interval between two progress lines, in seconds. Episodes that end sooner may have no line."""
+"""The seconds between two progress lines; episodes that end sooner may have none."""
 _FATAL_REASONS = frozenset({"env_timeout", "env_blocked", "env_crashed", trial.UNUSABLE})
 """The reasons of failure after which no further episode is tried."""
+MOST_SHOWN = 20
+"""The most problems that the finding of one check lists."""
 NUM_ALIKE = 4
 """No further episode is tried when the first ones, of this number, have all failed for one cause."""
 _CHECKED_ELSEWHERE = frozenset({"max_turns", "reward_none", "reward_nan"})
@@ -335,17 +337,15 @@ def _findings(
 
 
 def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = Level.FAIL) -> EnvFinding:
-    """Return the finding of one check: OK with the text ``passed`` where ``problems`` is empty, else ``level`` with
-    the first four problems."""
+    """Return the finding of one check: OK with the text ``passed`` if there are no ``problems``, else ``level``."""
     if not problems:
         return EnvFinding(clause=clause, level=Level.OK, detail=passed)
-    more = f" (and {len(problems) - 4} more)" if len(problems) > 4 else ""
-    return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:4]) + more)
+    more = f"; and {len(problems) - MOST_SHOWN} more" if len(problems) > MOST_SHOWN else ""
+    return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:MOST_SHOWN]) + more)
 
 
 def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that the file was loaded, which the worker would have reported otherwise. A program shows that it works
-    only by what it does."""
+    """Check that the file was loaded; the worker reports it otherwise. A program shows that only by what it does."""
     if kind != "program":
         return _finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
     ended = [attempt for attempt in attempts if attempt.model.requests or not attempt.reason]
@@ -355,8 +355,8 @@ def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
 
 def _is_separate() -> EnvFinding:
     """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
-    clause = "its episodes cannot read one another's keys"
-    return _finding(clause, exposed_here(), "each runs in a user namespace of its own", Level.WARN)
+    passed = "each runs in a user namespace of its own"
+    return _finding("its episodes cannot read one another's keys", exposed_here(), passed, Level.WARN)
 
 
 def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:

@@ -37,6 +37,8 @@ from headrace.wings.sandboxes.world import WorldConfig, now_s, shared_worlds
 SUBMIT = "submit"
 """The command that ends an episode."""
 _BLOCK = re.compile(r"```(?:bash|sh|shell)[ \t]*\n(.*?)```", re.DOTALL)
+_FENCED = re.compile(r"(```+|~~~+)(?:bash|sh|shell|console)?[ \t]*\n(.*?)\n?\1", re.DOTALL)
+"""A whole answer that is a block around a command."""
 _SYSTEM = {
     "block": "You work in a shell on Linux, without a network. Each answer holds one command in a block:\n"
     f"```bash\nls -la\n```\nYou then read what it prints. When the task is done, answer with the command {SUBMIT}.",
@@ -55,8 +57,8 @@ class ShellSettings(WorldSettings):
     """The settings of the environment: ``env.options``."""
 
     action: Literal["block", "line", "tool"] = "block"
-    """How an answer gives a command: as a block in triple backquotes, as its whole text, with or without such a block
-    around it, or as a call of a tool."""
+    """How an answer gives a command: as a block in triple backquotes, as its whole text, with or without a block
+    (three backquotes or tildes) around it, or as a call of a tool."""
     system: str | None = None
     """The system prompt; unset: one that explains the form of actions; empty: none."""
     commands: int = Field(default=30, ge=1)
@@ -238,8 +240,8 @@ class ShellEnv(Env):
         """Return the command of an answer; ``None`` if it has none, or several."""
         text = message.content.strip()
         if self.settings.action == "line":
-            whole = _BLOCK.fullmatch(text)
-            return whole[1].strip() if whole else text
+            whole = _FENCED.fullmatch(text.replace("\r\n", "\n"))
+            return whole[2].strip() if whole else text
         found = _BLOCK.findall(message.content)
         if not found and text == SUBMIT:
             return SUBMIT

@@ -27,6 +27,8 @@ _OF_PYTEST = (
 )
 """Files by which pytest changes what it does with the tests below their folder."""
 _SUMMARY = "short test summary info"
+_HAS_ROOM = "head -c 65536 /dev/zero > $1"
+"""Fail where the disk is full."""
 
 
 async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
@@ -58,7 +60,7 @@ async def grade(session: SandboxSession, task: TaskDirectory) -> TestsReward:
     done = await run_tests(session, task.test_command, task.tests_s)
     if task.prints_pytest:
         return TestsReward(reward=_pytest_reward(done.stdout), ended=done.ended)
-    return TestsReward(reward=await _reward_of_files(session, task), ended=done.ended)
+    return await _reward_of_files(session, task, done.ended)
 
 
 def _packed_tests(task: TaskDirectory) -> list[bytes]:
@@ -87,21 +89,36 @@ def _pytest_reward(stdout: str) -> float:
     return float("PASSED" in outcomes and not {"FAILED", "ERROR"} & set(outcomes))
 
 
-async def _reward_of_files(session: SandboxSession, task: TaskDirectory) -> float:
-    """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number."""
+async def _reward_of_files(session: SandboxSession, task: TaskDirectory, ended: str) -> TestsReward:
+    """Return the reward that the tests have written, as a number or as JSON with the key ``reward`` or one number.
+    ``ended`` is the limit that ended them, if one did. Tests without a result earn 0."""
     texts = {}
     for name in ("reward.json", "reward.txt"):
-        plain = await session.run_apart("[[ -f $1 ]]", f"{REWARDS}/{name}")  # reading a pipe would never end
-        if plain.status != 0:
+        path = f"{REWARDS}/{name}"
+        if (await session.run_apart("[[ -e $1 || -L $1 ]]", path)).status != 0:
+            continue
+        if (await session.run_apart("[[ -f $1 ]]", path)).status != 0:  # reading a pipe would never end
+            ended = ended or f"{name} is no plain file"
             continue
         try:
-            texts[name] = (await session.read(f"{REWARDS}/{name}", 1 << 16)).decode("utf-8", "replace").strip()
+            texts[name] = (await session.read(path, 1 << 16)).decode("utf-8", "replace").strip()
         except EpisodeError as error:
             if error.reason != "session_file":
                 raise
+            ended = ended or f"{name} cannot be read"
     if not texts:
-        return 0.0
+        return TestsReward(reward=0.0, ended=ended)
     name, text = next(iter(texts.items()))
+    if not text and not ended and (await session.run_apart(_HAS_ROOM, f"{REWARDS}/room")).status != 0:
+        ended = "the disk is full"
+    if not text and ended:
+        return TestsReward(reward=0.0, ended=ended)
+    return TestsReward(reward=_number_in(text, name, task), ended=ended)
+
+
+def _number_in(text: str, name: str, task: TaskDirectory) -> float:
+    """Return the reward in the ``text`` of the file ``name``. Raises :class:`~headrace.base.errors.EpisodeError` for
+    text that is no reward."""
     try:
         value = json.loads(text)
         if isinstance(value, dict):

@@ -50,12 +50,14 @@ _FITS = (
 _FORGET = rf"""cd {DIRECTORY} && [[ -d .git && ! -L .git ]] || exit
 kept=$(git config --file .git/config --get-regexp \
   '^(core\.(repositoryformatversion|bare)|extensions\.(objectformat|refstorage|partialclone))$')
-rm -rf .git/config .git/config.worktree .git/commondir .git/info/attributes || exit
+rm -rf .git/config .git/config.worktree .git/commondir .git/info/attributes .git/info/grafts .git/hooks || exit
+rm -f .git/*.lock
 while read -r name value; do
   [[ ! $name ]] || git config --file .git/config "$name" "$value"
 done <<< "$kept"
 true"""
-"""Remove the settings of a repository by which git would run programs of the agent, such as filters of files."""
+"""Remove the hooks and settings of a repository by which git would run programs of the agent, such as filters of files,
+and the locks that a command of git which was killed has left."""
 _LACKS = (
     """while IFS= read -r file; do ({git}cat-file -e "{commit}:$file" || [ -e {folder}/"$file" ]) 2> /dev/null """
     """|| printf '%s\\n' "$file"; done"""
@@ -101,6 +103,8 @@ def open_row(row: Mapping[str, Any], image_names: str = "", test_command: str = 
         if "::" not in test or test.startswith("-"):
             words = f"names the test {test[:120]!r}, which is none of pytest"
             raise _unsupported(name, words, "set test_command to what runs it, or leave it out")
+    if not str(row["problem_statement"] or "").strip():
+        raise DataError(f"the task {name} has an empty problem_statement", remedy="leave it out")
     tests, base = str(row.get("test_patch") or ""), str(row.get("base_commit") or "")
     if base and not _COMMIT.fullmatch(base):
         raise DataError(f"the task {name} has base_commit={base[:60]!r}", remedy="give a commit of 40 letters")
@@ -290,7 +294,8 @@ def _of_nobody(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _git(words: str) -> str:
     """Return a command of git in the repository, whose files may belong to another user."""
-    program = "GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 git"  # the agent may have settings for itself
+    # the agent may have settings for itself, and may have replaced objects by others
+    program = "GIT_CONFIG_GLOBAL=/dev/null GIT_CONFIG_NOSYSTEM=1 GIT_NO_REPLACE_OBJECTS=1 git"
     git = f"&& {program} -c safe.directory='*' -c user.name=task -c user.email=task@localhost "
     return f"cd {DIRECTORY} {git}" + words.replace("&& git ", git)
 

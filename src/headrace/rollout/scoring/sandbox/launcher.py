@@ -67,7 +67,7 @@ class CommandSupervisor:
         self.has_pids = False
         """Whether the command has a PID namespace of its own."""
         self._unread = b""
-        self._group = f"headrace-{os.getpid()}"
+        self._group = f"{processes.GROUP}{os.getpid()}"
         self._read, self._write = os.pipe()
 
     def prepare(self) -> None:

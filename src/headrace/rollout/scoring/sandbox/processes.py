@@ -9,6 +9,8 @@ import signal
 from collections.abc import Callable, Iterator
 
 PIDS_V1, PIDS_V2 = "/sys/fs/cgroup/pids", "/sys/fs/cgroup"
+GROUP = "headrace-"
+"""The beginning of the names of control groups; the number of the process that made one follows."""
 RESERVED_PIDS = 300
 """The lowest process numbers, which a namespace does not use again."""
 
@@ -34,10 +36,14 @@ def join_group(name: str, most: int) -> None:
 
 
 def leave_group(name: str) -> None:
-    """Remove the control group of that name, which has no processes any more."""
+    """Remove the control group of that name, which has no processes any more, and those that killed processes of this
+    library have left."""
     for group in _groups(name):
-        with contextlib.suppress(OSError):
-            os.rmdir(group)
+        folder = os.path.dirname(group)
+        left = [other for other in os.listdir(folder) if other.startswith(GROUP)]
+        for other in [name, *(other for other in left if not os.path.exists(f"/proc/{other[len(GROUP) :]}"))]:
+            with contextlib.suppress(OSError):  # the kernel keeps groups that still have processes
+                os.rmdir(f"{folder}/{other}")
 
 
 def _groups(name: str) -> list[str]:

@@ -41,7 +41,7 @@ from headrace.wings.sandboxes.base import (
     unusable_snapshot,
 )
 from headrace.wings.sandboxes.local import frames
-from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_copies
+from headrace.wings.sandboxes.local.files import CopiedFiles, LayerFiles, allow_open_files
 from headrace.wings.sandboxes.local.forwards import PortForward, serve_forwards
 
 HOST = Path(__file__).with_name("host.py")
@@ -88,6 +88,7 @@ class LocalDriver(SandboxDriver):
         is the program that makes the sandboxes, if the host does not. Raises :class:`~headrace.base.errors.EnvError`
         where this machine cannot have such sessions."""
         paths = readable_paths(readable)
+        allow_open_files()
         order = {
             "readable": paths,
             "bwrap": bwrap,
@@ -112,8 +113,6 @@ class LocalDriver(SandboxDriver):
                 remedy="allow user namespaces to this user, or choose another kind",
             )
         driver.missing, driver.fixed = hello["missing"], hello["fixed"]
-        if not driver.overlays:
-            allow_copies()
         return driver
 
     @property
@@ -264,22 +263,30 @@ class LocalSession(SandboxSession):
     async def connect(self) -> None:
         """Start the supervisor of the session on its present layers. Raises :class:`~headrace.base.errors.EpisodeError`
         if it cannot start."""
-        channel, self._descriptors = await self._driver.start_supervisor({
+        order = {
             "session": self._name, "layers": self._layers, "limits": asdict(self.spec.limits), "user": self._user,
             "life_s": max(0.0, self._until_s - RealClock().now()), "loopback": self.spec.loopback,
             "ports": list(self.spec.forwards),
-        })  # fmt: skip
+        }  # fmt: skip
+        try:
+            channel, self._descriptors = await self._driver.start_supervisor(order)
+        except OSError as error:
+            raise self._cannot_start(str(error)) from None
         self._reader, self._writer = await asyncio.open_unix_connection(sock=channel, limit=BUFFER_BYTES)
         record, _ = await self._answer(STARTED_S)
         if "error" in record:
             self.lose(record["error"])
-            raise EpisodeError(
-                f"a session of kind {self._driver.kind!r} cannot start: {record['error']}",
-                remedy="look at the machine's limits, or choose another kind of sandbox",
-                reason="session_start",
-            )
+            raise self._cannot_start(record["error"])
         self._forwards = await serve_forwards(self._descriptors, list(self.spec.forwards.values()))
         self._user, self.missing = record["user"], record["missing"]
+
+    def _cannot_start(self, problem: str) -> EpisodeError:
+        """Return the error of a session that cannot start because of ``problem``."""
+        return EpisodeError(
+            f"a session of kind {self._driver.kind!r} cannot start: {problem}",
+            remedy="look at the machine's limits (ulimit -Hn, -Hu), or choose another kind of sandbox",
+            reason="session_start",
+        )
 
     @property
     def _name(self) -> str:
@@ -432,7 +439,7 @@ class LocalSession(SandboxSession):
         answer in time, or whose caller was cancelled, is killed."""
         try:
             if self._writer is None:  # after a snapshot
-                await self.connect()
+                await self._connect_again()
             assert self._writer is not None
             assert self._descriptors is not None
             if file is not None:
@@ -448,6 +455,14 @@ class LocalSession(SandboxSession):
             ))  # fmt: skip
             self.refuse_ended()
         return record, more
+
+    async def _connect_again(self) -> None:
+        """Start another supervisor after a snapshot. A session whose host has ended meanwhile has ended with it."""
+        try:
+            await self.connect()
+        except DriverLost as error:
+            self.lose(error.problem)
+            self.refuse_ended()
 
     async def _answer(self, within_s: float) -> tuple[dict[str, Any], bytes]:
         """Return the next frame of the supervisor. Raises :class:`SessionEnded` if none comes in time."""

@@ -10,12 +10,13 @@ from headrace.base.errors import EpisodeError
 from headrace.wings.sandboxes.base import SandboxDriver
 
 MOST_OPEN = 16_384
-"""The number of open files that a process with copies asks the system for: each copy is one."""
+"""The number of open files that a process with sessions asks the system for: each session needs some, and each copy of
+files is one."""
 LEFT_OPEN = 128
 """The number of open files that copies leave to sessions, so that these can start and end."""
 
 
-def allow_copies() -> None:
+def allow_open_files() -> None:
     """Raise this process's limit of open files, as far as the system lets it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = MOST_OPEN if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -106,6 +107,10 @@ class SandboxHost:
             return False
         message = json.loads(data)
         if message["do"] == "start":
+            if len(descriptors) < 2:  # this process has no room for them: the client sees that its ends are closed
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                return True
             with socket.socket(fileno=descriptors[0]) as channel, contextlib.ExitStack() as opened:
                 channel.set_inheritable(False)
                 os.set_inheritable(descriptors[1], False)
@@ -116,7 +121,8 @@ class SandboxHost:
                 if name == message["session"]:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         elif self._layers is not None:
-            self._layers.remove_store(message["store"])
+            with contextlib.suppress(OSError):  # its files stay until this process ends, and the other sessions go on
+                self._layers.remove_store(message["store"])
         return True
 
     def _start(self, order: Order, channel: socket.socket) -> None:
@@ -127,11 +133,13 @@ class SandboxHost:
         except OSError as error:
             channel.sendall(frames.packed({"error": f"its files cannot be prepared: {error}"}))
             return
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            channel.sendall(frames.packed({"error": f"no process can be started for it: {error}"}))
+            return
         if pid:
-            descriptor = os.pidfd_open(pid)
-            self._running[descriptor] = (order["session"], pid)
-            self._poll.register(descriptor, select.POLLIN)
+            self._watch(order["session"], pid)
             return
         try:
             with contextlib.suppress(OSError):
@@ -143,6 +151,18 @@ class SandboxHost:
                 channel.sendall(frames.packed({"error": f"{type(error).__name__}: {error}"}))
         finally:
             os._exit(0)
+
+    def _watch(self, name: str, pid: int) -> None:
+        """Note the supervisor ``pid`` of the session ``name``, or end it where this process has no room for its file
+        descriptor."""
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+            return
+        self._running[descriptor] = (name, pid)
+        self._poll.register(descriptor, select.POLLIN)
 
     def _add_files(self, layers: root.Layers, order: Order) -> None:
         """Make the store of a new session, and the layer that it will write."""
@@ -307,6 +327,10 @@ def main(control: socket.socket, order: Order) -> None:
     """Host sessions until the client has gone. The first message tells it what is missing, or that nothing works."""
     os.umask(0o022)
     control.set_inheritable(False)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (most, most)
+    )  # each session takes one; commands have limits of their own
     host = SandboxHost(order, control)
     try:
         host.missing.update(_try_lock(order))

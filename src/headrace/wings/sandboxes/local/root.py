@@ -110,12 +110,18 @@ class Layers:
         path = f"{self.place}/{store}"
         os.mkdir(path)
         options = f"size={disk_bytes},nr_inodes={max(1 << 10, disk_bytes // FILE_BYTES)},mode=755"
-        kernel.mount("tmpfs", path, "tmpfs", PLAIN, options)
+        try:
+            kernel.mount("tmpfs", path, "tmpfs", PLAIN, options)
+        except OSError:
+            os.rmdir(path)
+            raise
 
     def remove_store(self, store: str) -> None:
-        """Free a store and all its layers."""
-        kernel.unmount(f"{self.place}/{store}")
-        os.rmdir(f"{self.place}/{store}")
+        """Free a store and all its layers; one that was never made is no error."""
+        path = f"{self.place}/{store}"
+        if os.path.isdir(path):
+            kernel.unmount(path)
+            os.rmdir(path)
 
     def files(self, layer: str) -> str:
         """Return the folder with the files of a layer."""
