@@ -5,12 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Self
 
+import msgspec
 from pydantic import Field, PositiveFloat, model_validator
 
 from headrace.base.config import Section, load_toml, validate
 from headrace.base.errors import ConfigError
-from headrace.wings.plan.catalogue import Accelerator, accelerator
+from headrace.wings.plan.catalogue import DEFAULT_HOST, Accelerator, HostFigures, accelerator, accelerators, hosts
 from headrace.wings.plan.workload import Workload
+
+CORES = "CPU-core"
+"""Name in the catalogue of one core of a processor."""
+
+
+class HostSettings(Section):
+    """The table ``[cluster.host]``: what one machine can do for a version of the weights. What is unset is that of the
+    accelerator's machine in the catalogue; rates are in 10⁹ bytes per second."""
+
+    cores: int | None = Field(default=None, ge=1)
+    """Number of cores."""
+    memory_gb: PositiveFloat | None = None
+    """Memory in 10⁹ bytes."""
+    memory_gb_s: PositiveFloat | None = None
+    """Rate at which all cores together read and write memory."""
+    links: int | None = Field(default=None, ge=1)
+    """Number of links of the network among which the connections of the weights are spread, each with
+    ``cluster.network_gb_s``. The process groups of ``sync.transport = "group"`` bind to one address, so that more than
+    one need a bonded interface."""
+    stream_gb_s: PositiveFloat | None = None
+    """Rate of one connection, of which each end is one thread."""
+    hash_gb_s: PositiveFloat | None = None
+    """Rate at which one thread hashes (xxh3)."""
+    copy_gb_s: PositiveFloat | None = None
+    """Rate at which one thread copies memory."""
+    down_gb_s: PositiveFloat | None = None
+    """Rate of a copy from one accelerator into memory of its machine that is not page-locked."""
+    up_gb_s: PositiveFloat | None = None
+    """Rate of a copy from such memory to one accelerator."""
+    load_gb_s: PositiveFloat | None = None
+    """Rate at which a server of models (``engine.kind = "vllm"``) loads weights from files, for each of its
+    accelerators."""
+    load_most_gb_s: PositiveFloat | None = None
+    """The largest rate at which the servers of one machine load weights from files."""
 
 
 class Cluster(Section):
@@ -24,7 +59,10 @@ class Cluster(Section):
     per_node: int = Field(default=8, ge=1)
     """Number of accelerators in one machine; an engine does not span machines."""
     network_gb_s: PositiveFloat = 50.0
-    """Bandwidth between learner and engines, over which new weights travel, in 10⁹ bytes per second."""
+    """Bandwidth between learner and engines, over which new weights travel, in 10⁹ bytes per second: that of one link
+    of a machine, in each direction."""
+    host: HostSettings = HostSettings()
+    """The figures of one machine, for the time of a publication by ``sync.transport = "group"``."""
     peak_tflops: PositiveFloat | None = None
     """Peak rate in 10¹² dense operations per second in the model's number format; unset: the catalogue's."""
     bandwidth_gb_s: PositiveFloat | None = None
@@ -70,6 +108,25 @@ class Cluster(Section):
             return Accelerator(name=self.accelerator, **given)
         known = accelerator(self.accelerator)
         return Accelerator(**{**{key: getattr(known, key) for key in Accelerator.__struct_fields__}, **given})
+
+    @property
+    def machine(self) -> HostFigures:
+        """Return the figures of one machine: those set in the file, and the catalogue's for the others."""
+        named = {each.casefold(): each for each in accelerators()}.get(self.accelerator.casefold())
+        known = hosts()[DEFAULT_HOST if named is None else accelerators()[named].host]
+        given = {key: value for key, value in self.host.model_dump().items() if value is not None}
+        cores = known.cores or self.per_node
+        return msgspec.structs.replace(known, **{"cores": cores, "link_gb_s": self.network_gb_s, **given})
+
+    @property
+    def of_cores(self) -> bool:
+        """Return whether the accelerators are cores of processors, which compute in the memory of their machine."""
+        return self.accelerator.casefold() == CORES.casefold()
+
+    @property
+    def num_machines(self) -> int:
+        """Return the number of machines; the last one may have fewer accelerators than ``per_node``."""
+        return -(-self.count // self.per_node)
 
     @property
     def constant(self) -> bool:

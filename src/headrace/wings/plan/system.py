@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from headrace.wings.plan.costs import (
     TrainingFlops,
     TrainingRate,
 )
+from headrace.wings.plan.placement import machines_of
+from headrace.wings.plan.publication import SWAP_S, EngineUptake, PublicationEstimate, PublicationRequest, publish
 from headrace.wings.plan.sizing import GB, Fit, SizingRequest, learner_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
@@ -29,8 +32,6 @@ CODECS = {"full": 1.0, "cast_bf16": 0.5, "cast_fp8": 0.25, "delta": 0.03, "adapt
 most 1."""
 COPY_GB_S = 20.0
 """Bandwidth from an accelerator to the packed buffer, in 10⁹ bytes per second."""
-SWAP_S = 0.005
-"""Fixed time of every commit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,14 +177,43 @@ class PlanContext:
         rates of copies, network and memory."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=choice.interrupt)
-        cost = TRANSPORTS.load(choice.transport).cost
-        device, sent = self.cluster.device, self.sent_bytes()
+        transport, rolling = TRANSPORTS.load(choice.transport), self.request.sync.rolling
+        if transport.open_rank_outbox is not None:
+            engines = max(1, (self.cluster.count if choice.shared else choice.generation) // self.fit.ways)
+            places = machines_of(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
+            found = self.publication(*places, self.fit.ways)
+            return SyncCost(
+                snapshot_s=found.copy.seconds,
+                travel_s=found.travel_s,
+                gap_s=found.commit.seconds,
+                interrupt=choice.interrupt,
+                rolling=rolling,
+            )
+        cost, device, sent = transport.cost, self.cluster.device, self.sent_bytes()
         return SyncCost(
             snapshot_s=sent / (COPY_GB_S * GB * trainers),
             travel_s=sent / ((cost.gb_s or self.cluster.network_gb_s) * GB) + cost.fixed_s,
             gap_s=SWAP_S + 2.0 * sent / (device.bandwidth_gb_s * GB * self.fit.ways),
             interrupt=choice.interrupt,
-            rolling=self.request.sync.rolling,
+            rolling=rolling,
+        )
+
+    def publication(self, engines: Sequence[int], ranks: Sequence[int], width: int) -> PublicationEstimate:
+        """Return the predicted publication by process groups from ``ranks`` of the learner to ``engines`` of ``width``
+        accelerators, each given by the number of its machine."""
+        embedded = self.request.engine.can.embedded
+        on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
+        return publish(
+            PublicationRequest(
+                image_bytes=self.request.version_bytes,
+                sent_bytes=min(self.sent_bytes(), self.request.version_bytes),
+                ranks=ranks,
+                engines=engines,
+                width=width,
+                uptake=on_host if embedded else EngineUptake.FILES,
+                on_accelerator=not self.cluster.of_cores,
+            ),
+            self.cluster.machine,
         )
 
     def sent_bytes(self) -> float:
