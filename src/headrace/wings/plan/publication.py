@@ -1,11 +1,12 @@
-"""The time of one publication by process groups: from the ranks of the learner, each of which holds a part of the
-weights, to the engines, each of which needs them all.
+"""The time of one publication: from the ranks of the learner, each of which holds a part of the weights, to the
+engines, each of which needs them all.
 
     rank ──copy──▶ slot ──hash──▶ agree ══broadcast══▶ image beside each engine ──verify──▶ uptake ──▶ commit
      learner waits                          while training and decoding go on                        engine waits
 
-The phases follow each other, as in :mod:`headrace.sync`. In each of them several things can be the slowest: one thread,
-the cores of a machine, its memory, or its link to the network. A phase takes as long as the slowest of these.
+Where rank 0 sends the whole version instead (any transport but process groups), it is the only one that copies and
+hashes. The phases follow each other, as in :mod:`headrace.sync`. In each of them several things can be the slowest: one
+thread, the cores of a machine, its memory, or its link to the network. A phase takes as long as the slowest of these.
 """
 
 from __future__ import annotations
@@ -23,8 +24,6 @@ GB = 1e9
 """Number of bytes in the unit of the rates."""
 SWAP_S = 0.005
 """Fixed time of every commit, in seconds."""
-AGREE_S = 0.05
-"""Seconds in which the ranks exchange their hashes and the update is announced to the engines."""
 SOCKET_PASSES = 3
 """How often one side of a connection touches a byte in memory: the program's buffer, and the kernel's copy of it, which
 is written and read."""
@@ -58,6 +57,12 @@ class PublicationRequest:
     """Number of accelerators of one engine."""
     uptake: EngineUptake = EngineUptake.UPLOAD
     """The way by which an engine takes the verified image into use."""
+    fixed_s: float = 0.05
+    """Seconds of messages, however large the version is: the ranks exchange their hashes, and the update is announced
+    to the engines."""
+    rate_gb_s: float | None = None
+    """Rate, in 10⁹ bytes per second, of a transport by which rank 0 alone sends the whole version, which every engine
+    fetches or views; ``None``: process groups, in which every rank broadcasts its part."""
     on_accelerator: bool = True
     """Whether the learner's weights are in the memory of accelerators."""
 
@@ -85,8 +90,9 @@ class PublicationEstimate(msgspec.Struct, frozen=True, kw_only=True):
     commit: PublicationPhase
     """The engines take it into use, and stand still."""
     moved_bytes: dict[str, float]
-    """Number of bytes that are moved, over all machines: ``network`` from machine to machine, ``within machines`` over
-    their loopback, ``accelerator links`` between accelerators and host memory, ``hashed`` and ``files``."""
+    """Number of bytes that are moved, over all machines: ``accelerator links`` between accelerators and host memory,
+    ``hashed`` and ``files``; with process groups, ``network`` from machine to machine, and ``within machines`` over
+    their loopback."""
 
     @property
     def phases(self) -> tuple[PublicationPhase, ...]:
@@ -172,7 +178,11 @@ def tree_edges(size: int) -> list[tuple[int, int]]:
 
 def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstimate:
     """Return the predicted time of a publication among machines with the figures of ``host``."""
-    send, moved = _send(request, host)
+    if request.rate_gb_s is None:
+        load, moved = _send(request, host)
+        send = load.phase("broadcast")
+    else:
+        send, moved = _send_whole(request), {}
     copy, hashing, verify = (_PhaseLoad(host) for _ in range(3))
     part = request.image_bytes / len(request.ranks)
     copied_s = part / ((host.down_gb_s if request.on_accelerator else host.copy_gb_s) * GB)
@@ -190,13 +200,21 @@ def publish(request: PublicationRequest, host: HostFigures) -> PublicationEstima
         "hashed": request.image_bytes + uploaded,
         "files": uploaded if request.uptake is EngineUptake.FILES else 0.0,
     }
-    agree = PublicationPhase(name="agree", seconds=AGREE_S, limit="messages")
+    agree = PublicationPhase(name="agree", seconds=request.fixed_s, limit="messages")
     return PublicationEstimate(
         copy=copy.phase("copy"),
-        travel=(hashing.phase("hash"), agree, send.phase("broadcast"), verify.phase("verify")),
+        travel=(hashing.phase("hash"), agree, send, verify.phase("verify")),
         uptake=uptake,
         commit=commit,
         moved_bytes=moved,
+    )
+
+
+def _send_whole(request: PublicationRequest) -> PublicationPhase:
+    """Return the phase of a transport that brings the whole version from rank 0 at a given rate."""
+    assert request.rate_gb_s is not None
+    return PublicationPhase(
+        name="send", seconds=request.sent_bytes / (request.rate_gb_s * GB), limit="the rate of the transport"
     )
 
 
