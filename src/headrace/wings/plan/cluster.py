@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Annotated, Self
 
 import msgspec
-from pydantic import Field, PositiveFloat, model_validator
+from pydantic import Field, PositiveFloat, StringConstraints, model_validator
 
+from headrace.base import __version__
 from headrace.base.config import Section, load_toml, validate
 from headrace.base.errors import ConfigError
 from headrace.wings.plan.catalogue import DEFAULT_HOST, Accelerator, HostFigures, accelerator, accelerators, hosts
@@ -138,11 +139,43 @@ class Cluster(Section):
         return f"{self.count} × {self.accelerator}"
 
 
+FolderName = Annotated[str, StringConstraints(pattern=r"^/[A-Za-z0-9._/-]+$")]
+"""An absolute path that no shell and no YAML file reads as anything else."""
+
+
+class DeploySettings(Section):
+    """The table ``[deploy]`` of a cluster file: what the files of ``headrace plan --deploy`` need besides the map."""
+
+    name: str = Field(default="headrace", pattern=r"^[a-z0-9]([-a-z0-9]{0,40}[a-z0-9])?$")
+    """Name of the job and of the cluster: small letters, digits and dashes."""
+    image: str = Field(default=f"headrace:{__version__}", pattern=r"^[A-Za-z0-9][A-Za-z0-9._:/@-]*$")
+    """The image of the pods."""
+    claim: str = Field(default="headrace-shared", pattern=r"^[a-z0-9]([-a-z0-9.]*[a-z0-9])?$")
+    """The volume claim that every pod mounts at ``shared``."""
+    shared: FolderName = "/shared"
+    """A folder that every machine sees under this path."""
+    run_dir: FolderName = "/shared/runs/first"
+    """The run directory, below ``shared``."""
+    addresses: tuple[Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9.:-]*$")], ...] = ()
+    """The addresses of the machines for Ray's cluster launcher, that of the controller first; empty: no ``ray.yaml`` is
+    written."""
+    user: str = Field(default="ray", pattern=r"^[a-z_][a-z0-9_-]*$")
+    """The user that ssh logs in as on these machines."""
+    time_limit: str = Field(default="24:00:00", pattern=r"^(\d+-)?\d{1,2}:\d{2}:\d{2}$")
+    """The time limit of a Slurm job."""
+    head_cpus: int = Field(default=4, ge=1)
+    """Number of cores of the pod in which the controller runs."""
+    head_memory_gb: int = Field(default=16, ge=1)
+    """Memory of that pod in GiB."""
+
+
 class ClusterFile(Section):
     """The content of a cluster file."""
 
     cluster: Cluster
     """The accelerators."""
+    deploy: DeploySettings = DeploySettings()
+    """What the files of a deployment need besides the map; only ``headrace plan --deploy`` reads it."""
     workload: Workload | None = None
     """Lengths and times of the work; unset: those of the calibration run, or, without one, prompts of 256 tokens and
     answers with lognormal lengths whose mean is a quarter of ``engine.max_new_tokens``."""

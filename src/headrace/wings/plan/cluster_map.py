@@ -39,6 +39,9 @@ class ClusterMap:
 
     parts: tuple[MappedPart, ...]
     """The ranks of the learner and the engines, in the order in which they are started."""
+    worker_cpus: float
+    """Number of cores that all scoring and environment workers together ask for, those that are started under suspicion
+    included."""
     transport: str
     """The transport of the weights."""
     update_s: float
@@ -139,7 +142,7 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
         parts.append(
             MappedPart(
                 name=demand.name, where=f"machine {where.machine}", num_devices=max(1, demand.gpus), bytes_by_use=kept,
-                machine=where.machine, gpus=where.gpus, rank=None if model else _rank(demand.name),
+                machine=where.machine, gpus=where.gpus, cpus=demand.cpus, rank=None if model else _rank(demand.name),
             )
         )  # fmt: skip
     return _with_times(config, site, tuple(parts))
@@ -154,6 +157,7 @@ def _with_times(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, .
     update_s, tokens = site.update(len(ranks))
     return ClusterMap(
         parts=parts,
+        worker_cpus=_worker_cpus(config),
         transport=transport,
         update_s=update_s,
         batch_tokens=tokens,
@@ -196,6 +200,14 @@ def _demands(config: RunConfig) -> list[PartDemand]:
             for name in _engine_models(config)
         ),
     ]
+
+
+def _worker_cpus(config: RunConfig) -> float:
+    """Return the number of cores that scoring and environment workers ask the cluster for: one scorer and four
+    environment workers more than their settings say, if there are any."""
+    ray, scorers = config.launch.ray, sum(reward.workers for reward in config.env.components)
+    environments = config.env.workers if config.env.remote else 0
+    return (scorers + bool(scorers)) * ray.scorer.cpus + (environments + 4 * bool(environments)) * ray.environment.cpus
 
 
 def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) -> dict[str, PartPlace]:

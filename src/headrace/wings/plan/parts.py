@@ -47,6 +47,8 @@ class MappedPart:
     """The number of its machine in the cluster that a plan is made for; ``None`` where a plan does not choose it."""
     gpus: tuple[int, ...] = ()
     """The numbers of its accelerators on that machine."""
+    cpus: float = 0.0
+    """The number of cores that it asks a cluster for."""
     rank: int | None = None
     """The rank of a part of the learner; ``None`` for other parts."""
     bytes_by_use: dict[str, float] = field(default_factory=dict)

@@ -11,7 +11,7 @@ from headrace.run.cli.commands import PLAN, Verb
 from headrace.run.cli.output import console, print_json, starting
 
 if TYPE_CHECKING:
-    from headrace.wings.plan import SearchResult
+    from headrace.wings.plan import ClusterFile, SearchResult
     from headrace.wings.plan.cluster_map import ClusterMap
 
 
@@ -26,6 +26,9 @@ def plan(
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
     seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
     picture: Path = typer.Option(None, metavar="FILE", help="Draw the simulated runs as an SVG."),
+    deploy: Path = typer.Option(
+        None, metavar="DIR", help="Write the files that start the run on this cluster: Kubernetes, Ray, Slurm."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
 ) -> None:
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
@@ -51,6 +54,8 @@ def plan(
     site = make_site(asked_of(config), file, measured)
     # cores are no places of their own: engines and learner share them
     run_map = None if file.cluster.of_cores else map_of(config, site)
+    if deploy is not None:
+        _deploy(deploy, (run_file, overrides, like), file)
     found = search(site, RealClock(), seed=seed, generation=generation or None)
     if picture is not None:
         from headrace.wings.plan.picture import plan_svg
@@ -75,6 +80,32 @@ def _refuse_picture(file: Path) -> None:
         raise ConfigError(
             f"--picture {file}: pictures are written as SVG", remedy=f"name it {file.with_suffix('.svg')}"
         )
+
+
+def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile) -> None:
+    """Write the files that start the ``run`` (its file, the given overrides, and the recipe) on the cluster of
+    ``file``. The controller, and not a deployment, keeps the settings: these are the given ones, and those that every
+    run on a cluster needs."""
+    from headrace.base.errors import ConfigError
+    from headrace.run.session import load_config
+    from headrace.wings.plan import make_site
+    from headrace.wings.plan.cluster_map import map_of
+    from headrace.wings.plan.deploy import deploy_overrides, deployment, write_deployment
+    from headrace.wings.plan.planning import asked_of
+
+    run_file, overrides, like = run
+    if file.cluster.of_cores:
+        raise ConfigError(
+            f"--deploy {directory}: cluster.accelerator={file.cluster.accelerator!r} is no accelerator that a cluster "
+            "counts",
+            remedy="plan with the accelerators of the cluster",
+        )
+    needed = deploy_overrides(load_config(run_file, overrides, like=like))
+    config = load_config(run_file, [*overrides, *needed], like=like)
+    site = make_site(asked_of(config), file)
+    chosen = [*overrides, *needed]
+    write_deployment(deployment(chosen, site, map_of(config, site), file.deploy, str(directory)), directory)
+    console(stderr=True).print(f"wrote the files of the deployment into {directory}", style="dim")
 
 
 def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
