@@ -2,8 +2,8 @@
 
 Each version travels twice, in turns: over the transport ``group``, which copies, hashes, sends, puts in place and
 verifies; and as bare bytes over process groups of the same processes. The ratio of both is what the transport adds.
-Before each version, two rates of this machine are measured: of hashing in one thread, and of one connection. From these
-the planner's model predicts the time of the version.
+Before and after each version of a large model, two rates of this machine are measured: of hashing in one thread, and of
+one connection. From these the planner's model predicts the time of the version.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimat
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2
 PROBE_BYTES = 128 << 20
-"""Number of bytes by which the rates of this machine are measured."""
+"""Number of bytes that are hashed to measure the rate of this machine."""
+CARRIED_BYTES = 512 << 20
+"""Number of bytes that all connections carry together to measure their rate: so many that threads and sockets have
+started, and half of what a version of 519M parameters has."""
 PREDICTED_ROUNDS = 7
 """Smallest number of versions whose time is predicted: the median must not depend on one of them."""
 NO_LIMIT = 1e6
@@ -100,7 +103,9 @@ def measure_group(
         for codec in ("full", "delta"):
             on_progress(f"{name}: group, {codec}, {NUM_RANKS} ranks and {NUM_ENGINES} engines")
             members.open(Route(transport="group", codec=codec, deadline_s=DEADLINE_S))
-            predicts = codec == "full" and sum(sizes) >= PROBE_BYTES  # smaller versions take as long as their messages
+            predicts = (
+                codec == "full" and sum(sizes) >= CARRIED_BYTES
+            )  # smaller versions take as long as their messages
             count = max(rounds, PREDICTED_ROUNDS) if predicts else rounds
             found = [_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
             row = {key: statistics.median(one[key] for one in found) for key in found[0]}
@@ -152,7 +157,7 @@ def _round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts
 
 def _measured_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
     """Return the rates of this machine that matter to a version between processes of it: of hashing, while both engines
-    hash at once, and of one connection, while all connections carry few bytes."""
+    hash at once, and of one connection, while all connections are busy."""
     hashed = at_once([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
     host = HostFigures(
         cores=num_cores(),
@@ -161,12 +166,12 @@ def _measured_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
         hash_gb_s=PROBE_BYTES / statistics.median(each["hash_s"] for each in hashed) / GB,
         copy_gb_s=NO_LIMIT, down_gb_s=NO_LIMIT, up_gb_s=NO_LIMIT, load_gb_s=NO_LIMIT, load_most_gb_s=NO_LIMIT,
     )  # fmt: skip
-    probe = {**raw, "bytes": [PROBE_BYTES // NUM_RANKS] * NUM_RANKS}
+    probe = {**raw, "bytes": [CARRIED_BYTES // NUM_RANKS] * NUM_RANKS}
     clock = RealClock()
     start_s = clock.now()
     at_once([(process, probe) for process in (*members.ranks, *members.engines)])
     moved_s = clock.now() - start_s
-    (broadcast,) = (phase for phase in _predicted(host, PROBE_BYTES).travel if phase.name == "broadcast")
+    (broadcast,) = (phase for phase in _predicted(host, CARRIED_BYTES).travel if phase.name == "broadcast")
     return msgspec.structs.replace(host, stream_gb_s=broadcast.seconds / moved_s)
 
 
