@@ -103,9 +103,8 @@ def measure_group(
         for codec in ("full", "delta"):
             on_progress(f"{name}: group, {codec}, {NUM_RANKS} ranks and {NUM_ENGINES} engines")
             members.open(Route(transport="group", codec=codec, deadline_s=DEADLINE_S))
-            predicts = (
-                codec == "full" and sum(sizes) >= CARRIED_BYTES
-            )  # smaller versions take as long as their messages
+            # smaller versions take as long as their messages
+            predicts = codec == "full" and sum(sizes) >= CARRIED_BYTES
             count = max(rounds, PREDICTED_ROUNDS) if predicts else rounds
             found = [_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
             row = {key: statistics.median(one[key] for one in found) for key in found[0]}
