@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Begins the run of a run file, or continues it: what starts a job again need not know which.
 #
-#   deploy/train.sh RUN_FILE RUN_DIR [--set SECTION.KEY=VALUE ...]
+#   train.sh RUN_FILE RUN_DIR [--set SECTION.KEY=VALUE ...]
 set -euo pipefail
 
 if [ "$#" -lt 2 ]; then

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -92,6 +93,21 @@ def test_gpus_have_the_names_of_the_driver_where_these_differ(
     parts = named(prepared("engine.count=2", gpus=3))
     shown = [parts[name].where for name in ("learner", "engine-0", "engine-1")]
     assert shown == ["cuda:0 (GPU 4)", "cuda:2 (GPU 6)", "cuda:1 (GPU GPU-ab12)"]
+
+
+def test_seconds_of_an_update_follow_from_the_tokens_of_a_batch(prepared: Prepare) -> None:
+    def update_of(*overrides: str) -> tuple[float, float]:
+        found = re.search(
+            r"An update of the weights: about ([\d.e-]+) s for ([\d,]+) tokens", parts_table(prepared(*overrides))
+        )
+        assert found
+        return float(found[1]), float(found[2].replace(",", ""))
+
+    seconds, tokens = update_of("launch.learner_threads=1")
+    assert seconds > 0 < tokens
+    double = update_of("launch.learner_threads=1", "flow.group_size=8")
+    assert double[1] > tokens
+    assert double[0] > seconds
 
 
 def test_memory_of_several_devices_is_told_of_each() -> None:

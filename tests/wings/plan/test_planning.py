@@ -15,9 +15,9 @@ from headrace.run.session import load_config
 from headrace.wings.plan import Cluster, ClusterFile, SizingRequest, Workload, load_cluster, make_site, plan, search
 from headrace.wings.plan.catalogue import accelerator, accelerators, model, models
 from headrace.wings.plan.picture import plan_svg
+from headrace.wings.plan.planning import asked_of, bound
 from headrace.wings.plan.search import Search, SearchResult
 from headrace.wings.plan.sizing import score_bytes
-from headrace.wings.plan.verb import asked_of, bound
 from headrace.wings.plan.words import describe, verdict_line
 
 RUN: dict[str, Any] = {

@@ -50,23 +50,29 @@ def _refuse_uneven(config: RunConfig) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` where the attention heads of the model cannot be divided evenly
     over ``engine.tensor`` devices (tensor parallelism). Key-value heads may be fewer than devices if they divide their
     number."""
-    tensor = config.engine.tensor
-    if tensor == 1:
+    if config.engine.tensor == 1:
         return
     shape = read_config(config.model.path).to_dict()
     heads = shape.get("num_attention_heads")
-    if not isinstance(heads, int):
-        return
-    kv_heads = shape.get("num_key_value_heads") or heads
-    # fewer key-value heads than devices are repeated on several of them
-    uneven = heads % tensor or (kv_heads % tensor if kv_heads > tensor else tensor % kv_heads)
-    if uneven:
-        fits = [number for number in range(1, heads + 1) if not heads % number]
-        fits = [number for number in fits if not (kv_heads % number if kv_heads > number else number % kv_heads)]
+    if isinstance(heads, int):
+        refuse_uneven_heads(config.engine.tensor, heads, shape.get("num_key_value_heads") or heads)
+
+
+def refuse_uneven_heads(tensor: int, heads: int, kv_heads: int) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` where ``heads`` attention heads, with ``kv_heads`` heads of keys
+    and values, cannot be divided evenly over ``engine.tensor = tensor`` devices."""
+
+    def fits(ways: int) -> bool:
+        """Return whether the heads can be divided over ``ways`` devices."""
+        # fewer key-value heads than devices are repeated on several of them
+        return not (heads % ways or (kv_heads % ways if kv_heads > ways else ways % kv_heads))
+
+    if not fits(tensor):
+        possible = [str(number) for number in range(1, heads + 1) if fits(number)]
         raise ConfigError(
             f"engine.tensor={tensor} divides every layer into as many parts, and the model has {heads} attention heads "
             f"({kv_heads} of keys and values)",
-            remedy=f"set engine.tensor to one of {', '.join(map(str, fits))}",
+            remedy=f"set engine.tensor to one of {', '.join(possible)}",
         )
 
 

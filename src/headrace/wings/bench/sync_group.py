@@ -2,6 +2,8 @@
 
 Each version travels twice, in turns: over the transport ``group``, which copies, hashes, sends, puts in place and
 verifies; and as bare bytes over process groups of the same processes. The ratio of both is what the transport adds.
+Before and after each version of a large model, two rates of this machine are measured: of hashing in one thread, and of
+one connection. From these the planner's model predicts the time of the version.
 """
 
 from __future__ import annotations
@@ -17,14 +19,26 @@ from typing import Any
 import msgspec
 
 from headrace.base.clock import RealClock
+from headrace.base.environ import num_cores
 from headrace.sync.config import Route
 from headrace.wings.bench.base import Row, Target, at_most
 from headrace.wings.bench.engine_peers import PeerProcess, worker
 from headrace.wings.bench.sync_group_worker import NUM_RANKS
 from headrace.wings.bench.sync_worker import DEADLINE_S, SyncPlan
+from headrace.wings.plan.catalogue import HostFigures
+from headrace.wings.plan.publication import GB, EngineUptake, PublicationEstimate, PublicationRequest, publish
 
 WORKER = "headrace.wings.bench.sync_group_worker"
 NUM_ENGINES = 2
+PROBE_BYTES = 128 << 20
+"""Number of bytes that are hashed to measure the rate of this machine."""
+CARRIED_BYTES = 512 << 20
+"""Number of bytes that all connections carry together to measure their rate: so many that threads and sockets have
+started, and half of what a version of 519M parameters has."""
+PREDICTED_ROUNDS = 7
+"""Smallest number of versions whose time is predicted: the median must not depend on one of them."""
+NO_LIMIT = 1e6
+"""A rate that limits nothing, in 10⁹ bytes per second."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -89,31 +103,86 @@ def measure_group(
         for codec in ("full", "delta"):
             on_progress(f"{name}: group, {codec}, {NUM_RANKS} ranks and {NUM_ENGINES} engines")
             members.open(Route(transport="group", codec=codec, deadline_s=DEADLINE_S))
-            found = [_round(members, raw, version) for version in range(rounds + 2)][2:]
+            # smaller versions take as long as their messages
+            predicts = codec == "full" and sum(sizes) >= CARRIED_BYTES
+            count = max(rounds, PREDICTED_ROUNDS) if predicts else rounds
+            found = [_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
             row = {key: statistics.median(one[key] for one in found) for key in found[0]}
             copy_s = statistics.median(copied["copy_s"] for copied in copies)
             row |= {"group by gloo": statistics.median(one["group_s"] / one["gloo_s"] for one in found)}
             row |= {"exposed by copy": row["exposed_s"] / copy_s}
+            if predicts:
+                ratios = [one["predicted_s"] / one["group_s"] for one in found]
+                row |= {"predicted by group": statistics.median(ratios)}
             rows.append({"what": "group", "model": name, "codec": codec, "bytes": sum(sizes), **row})
     full = rows[0]
+    predicted = full.get("predicted by group")
     return rows, [
+        *([] if predicted is None else [_prediction_target(name, predicted)]),
         at_most(f"group {name}: moved, by gloo's bare bytes", full["group by gloo"], 1.5, "ratio"),
         at_most(f"group {name}: a rank stands still, by a copy of its part", full["exposed by copy"], 1.3, "ratio"),
     ]
 
 
-def _round(members: GroupMembers, raw: dict[str, Any], version: int) -> dict[str, float]:
+def _prediction_target(name: str, ratio: float) -> Target:
+    """Return the target for the median ``ratio`` of predicted and measured seconds, of the weights called ``name``."""
+    return at_most(f"group {name}: the planner's prediction is off by", abs(ratio - 1.0), 0.15, "fraction")
+
+
+def _round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
     """Move one version over the transport, from its announcement until both engines have staged it, and then as many
-    bare bytes; return the seconds of both, and those that a rank stands still for its copy before."""
+    bare bytes; return the seconds of both, and those that a rank stands still for its copy before. With ``predicts``,
+    the seconds are added that the planner predicts from rates of this machine, measured just before and just after."""
     clock = RealClock()
     exposed_s = max(members.take(version))
+    hosts = [_measured_host(members, raw)] if predicts else []
     start_s = clock.now()
     errors = members.send(version)
     group_s = clock.now() - start_s
     if any(errors):
         raise RuntimeError(f"version {version} was not staged: {errors}")
+    hosts += [_measured_host(members, raw)] if predicts else []
     members.commit(version)
     start_s = clock.now()
     at_once([(process, raw) for process in (*members.ranks, *members.engines)])
     gloo_s = clock.now() - start_s
-    return {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}
+    found = {"group_s": group_s, "gloo_s": gloo_s, "exposed_s": exposed_s}
+    if predicts:
+        found["predicted_s"] = statistics.mean(_predicted(host, sum(raw["bytes"])).travel_s for host in hosts)
+        found["hash_gb_s"] = statistics.mean(host.hash_gb_s for host in hosts)
+        found["stream_gb_s"] = statistics.mean(host.stream_gb_s for host in hosts)
+    return found
+
+
+def _measured_host(members: GroupMembers, raw: dict[str, Any]) -> HostFigures:
+    """Return the rates of this machine that matter to a version between processes of it: of hashing, while both engines
+    hash at once, and of one connection, while all connections are busy."""
+    hashed = at_once([(engine, {"do": "hash", "bytes": PROBE_BYTES}) for engine in members.engines])
+    host = HostFigures(
+        cores=num_cores(),
+        memory_gb_s=NO_LIMIT, link_gb_s=NO_LIMIT, links=1,  # one machine, whose rates are those of its threads
+        stream_gb_s=1.0,
+        hash_gb_s=PROBE_BYTES / statistics.median(each["hash_s"] for each in hashed) / GB,
+        copy_gb_s=NO_LIMIT, down_gb_s=NO_LIMIT, up_gb_s=NO_LIMIT, load_gb_s=NO_LIMIT, load_most_gb_s=NO_LIMIT,
+    )  # fmt: skip
+    probe = {**raw, "bytes": [CARRIED_BYTES // NUM_RANKS] * NUM_RANKS}
+    clock = RealClock()
+    start_s = clock.now()
+    at_once([(process, probe) for process in (*members.ranks, *members.engines)])
+    moved_s = clock.now() - start_s
+    (broadcast,) = (phase for phase in _predicted(host, CARRIED_BYTES).travel if phase.name == "broadcast")
+    return msgspec.structs.replace(host, stream_gb_s=broadcast.seconds / moved_s)
+
+
+def _predicted(host: HostFigures, num_bytes: int) -> PublicationEstimate:
+    """Return what the planner predicts for a version of ``num_bytes`` bytes on a machine with the figures of
+    ``host``."""
+    request = PublicationRequest(
+        image_bytes=num_bytes,
+        sent_bytes=num_bytes,
+        ranks=[0] * NUM_RANKS,
+        engines=[0] * NUM_ENGINES,
+        uptake=EngineUptake.POINTERS,
+        on_accelerator=False,
+    )
+    return publish(request, host)

@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+import numpy as np
 import torch
+import xxhash
 from torch import Tensor
 
 from headrace.base.clock import RealClock
@@ -60,13 +62,14 @@ class HalfLearner:
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
         """``open`` a publisher, ``take`` a copy of the weights, ``announce`` it as a version, ``copy`` as many bytes in
-        memory, or send them ``raw``."""
+        memory, send them ``raw``, or ``hash`` some."""
         kinds = {
             "open": self._open,
             "take": self._take,
             "announce": self._announce,
             "copy": self._copy,
             "raw": self._send_raw,
+            "hash": hash_probe,
         }
         return kinds[request["do"]](request)
 
@@ -118,8 +121,8 @@ class HalfLearner:
         return {"copy_s": min(times), "bytes": self._num_bytes}
 
     def _send_raw(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Broadcast as many bytes as this rank holds to all engines, in buckets, and nothing else."""
-        self._raw.move(request, self._rank, self._num_bytes)
+        """Broadcast the request's number of bytes of this rank to the engines, in buckets, and nothing else."""
+        self._raw.move(request, self._rank)
         return {}
 
     @property
@@ -141,13 +144,14 @@ class WholeEngine:
 
     def do(self, request: dict[str, Any]) -> dict[str, Any]:
         """``open`` a receiver and return its address, ``stage`` an update, ``commit`` a version, return ``sums`` of the
-        weights in use, or receive bytes ``raw``."""
+        weights in use, receive bytes ``raw``, or ``hash`` some."""
         kinds = {
             "open": self._open,
             "stage": self._stage,
             "commit": self._commit,
             "sums": self._sums,
             "raw": self._receive_raw,
+            "hash": hash_probe,
         }
         return kinds[request["do"]](request)
 
@@ -180,11 +184,17 @@ class WholeEngine:
     def _receive_raw(self, request: dict[str, Any]) -> dict[str, Any]:
         """Receive what all ranks broadcast, from each in a thread, and do nothing with it."""
         with ThreadPoolExecutor(NUM_RANKS) as threads:
-            for moved in [
-                threads.submit(self._raw.move, request, rank, request["bytes"][rank]) for rank in range(NUM_RANKS)
-            ]:
+            for moved in [threads.submit(self._raw.move, request, rank) for rank in range(NUM_RANKS)]:
                 moved.result()
         return {}
+
+
+def hash_probe(request: dict[str, Any]) -> dict[str, Any]:
+    """Hash the request's number of ``bytes`` once, and return how long it takes."""
+    clock, probe = RealClock(), np.ones(request["bytes"], np.uint8)
+    start_s = clock.now()
+    xxhash.xxh3_64_intdigest(probe.data)
+    return {"hash_s": clock.now() - start_s}
 
 
 class _RawGroups:
@@ -193,19 +203,20 @@ class _RawGroups:
     def __init__(self, member: int) -> None:
         """``member`` is the number of this process among all: ranks first, then engines."""
         self._member = member
-        self._groups: dict[int, tuple[ProcessGroup, memoryview]] = {}
+        self._groups: dict[tuple[int, int], tuple[ProcessGroup, memoryview]] = {}
 
-    def move(self, request: dict[str, Any], sender: int, num_bytes: int) -> None:
-        """Send or receive ``num_bytes`` bytes in the group of the rank ``sender``, which is joined at the first
-        request."""
-        if sender not in self._groups:
+    def move(self, request: dict[str, Any], sender: int) -> None:
+        """Send or receive the request's number of bytes in the group of the rank ``sender``, which is joined at the
+        first request of so many."""
+        num_bytes = int(request["bytes"][sender])
+        if (sender, num_bytes) not in self._groups:
             rank = 0 if self._member == sender else 1 + self._member - NUM_RANKS
-            directory = Path(request["directory"])
-            group = join_local_group(directory, f"raw-{sender}", (rank, 1 + request["engines"]), DEADLINE_S)
+            name, size = f"raw-{sender}-{num_bytes}", 1 + request["engines"]
+            group = join_local_group(Path(request["directory"]), name, (rank, size), DEADLINE_S)
             memory = private_memory(num_bytes)
             torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
-            self._groups[sender] = (group, memory)
-        group, memory = self._groups[sender]
+            self._groups[sender, num_bytes] = (group, memory)
+        group, memory = self._groups[sender, num_bytes]
         group.broadcast(memory)
 
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from headrace.base.clock import RealClock
 from headrace.base.environ import num_cores, shared_memory_root
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.launch.engines import engine_names
 from headrace.launch.processes import teacher_role
 from headrace.models.config import ModelConfig
@@ -24,8 +24,10 @@ from headrace.models.gpus import VisibleGpus, gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.sync.config import RunPlaces
 from headrace.sync.estimate import estimated, room_for
+from headrace.wings.plan.planning import asked_of
+from headrace.wings.plan.preview import site_here
 from headrace.wings.plan.sizing import GB, SizingRequest, activation_bytes, engine_bytes, learner_parts
-from headrace.wings.plan.verb import asked_of
+from headrace.wings.plan.words import time_words
 
 MB = 1e6
 """Number of bytes in the unit that is shown for less than a GB."""
@@ -41,6 +43,14 @@ class MappedPart:
     """The devices on which it runs, in words."""
     num_devices: int = 1
     """Over how many devices its memory is divided."""
+    machine: int | None = None
+    """The number of its machine in the cluster that a plan is made for; ``None`` where a plan does not choose it."""
+    gpus: tuple[int, ...] = ()
+    """The numbers of its accelerators on that machine."""
+    cpus: float = 0.0
+    """The number of cores that it asks a cluster for."""
+    rank: int | None = None
+    """The rank of a part of the learner; ``None`` for other parts."""
     bytes_by_use: dict[str, float] = field(default_factory=dict)
     """The bytes that it keeps on all its devices together, by what takes them; empty if they are not known."""
 
@@ -50,8 +60,8 @@ class MappedPart:
             return ""
         each = " on each" if self.num_devices > 1 else ""
         shares = {use: size / self.num_devices for use, size in self.bytes_by_use.items()}
-        uses = ", ".join(f"{use} {_size(size)}" for use, size in shares.items())
-        return f"{_size(sum(shares.values()))}{each}: {uses}"
+        uses = ", ".join(f"{use} {size_words(size)}" for use, size in shares.items())
+        return f"{size_words(sum(shares.values()))}{each}: {uses}"
 
 
 def parts_table(prepared: Prepared) -> str:
@@ -59,7 +69,20 @@ def parts_table(prepared: Prepared) -> str:
     rows = [("part", "where", "memory"), *((part.name, part.where, part.memory()) for part in mapped_parts(prepared))]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     lines = [f"  {row[0]:{widths[0]}}  {row[1]:{widths[1]}}  {row[2]}".rstrip() for row in rows]
-    return "\n".join([*lines, *_version_line(prepared)])
+    return "\n".join([*lines, *_update_line(prepared), *_version_line(prepared)])
+
+
+def _update_line(prepared: Prepared) -> list[str]:
+    """Return the line, in a list, about the time of one update of the weights on this machine; nothing for a run whose
+    machines a cluster chooses, that trains nothing, or whose costs are not known."""
+    if prepared.config.launch.remote or not prepared.devices.learner:
+        return []
+    try:
+        site, _, trainers = site_here(prepared)
+    except HeadraceError:  # the line of the plan says why
+        return []
+    seconds, tokens = site.update(trainers)
+    return [f"  An update of the weights: about {time_words(seconds)} for {tokens:,.0f} tokens ({site.view})."]
 
 
 def _version_line(prepared: Prepared) -> list[str]:
@@ -73,10 +96,11 @@ def _version_line(prepared: Prepared) -> list[str]:
     places = RunPlaces(run_dir=Path(config.run.dir), memory=shared_memory_root() / "weights", private=Path())
     room = None if config.launch.remote else room_for(sync, places, num_bytes)
     kept = "" if room is None else (
-        f"; {room.copies} lie in {room.folder}: {_size(room.needed_bytes)} of {_size(room.free_bytes)} that are free"
+        f"; {room.copies} lie in {room.folder}: {size_words(room.needed_bytes)} of {size_words(room.free_bytes)} that "
+        "are free"
     )  # fmt: skip
     return [
-        f"  A version of the weights: {_size(num_bytes)} by {sync.transport}, {time}; "
+        f"  A version of the weights: {size_words(num_bytes)} by {sync.transport}, {time}; "
         f"deadline {sync.longest_s(num_bytes):.0f} s{kept}."
     ]
 
@@ -115,25 +139,34 @@ def _engine_models(prepared: Prepared) -> dict[str, ModelConfig]:
 
 def _learner_bytes(prepared: Prepared) -> dict[str, float]:
     """Return the bytes that one rank of the learner keeps; nothing for a model whose sizes are not known."""
-    request, parallel = _request(prepared, prepared.config.model), prepared.config.learner.parallel
-    if request is None:
-        return {}
+    request = _request(prepared, prepared.config.model)
+    return {} if request is None else rank_bytes(request, float(prepared.max_context))
+
+
+def rank_bytes(request: SizingRequest, longest: float) -> dict[str, float]:
+    """Return the bytes that one rank of the learner keeps, by what takes them, for samples of up to ``longest``
+    tokens."""
+    parallel = request.learner.parallel
     kept, shards = learner_parts(request), parallel.world / parallel.replicate
     if request.model.lora is None:
         kept = {use: size / shards for use, size in kept.items()}
     else:  # every rank has the whole adapters, and a part of the base
         kept["weights"] -= request.weight_bytes * (1 - 1 / shards)
-    passes = activation_bytes(request, float(prepared.max_context)) / (parallel.context * parallel.tensor)
+    passes = activation_bytes(request, longest) / (parallel.context * parallel.tensor)
     return {**kept, "activations up to": passes}
 
 
 def _engine_bytes(prepared: Prepared, model: ModelConfig, *, trained: bool) -> dict[str, float]:
     """Return the bytes that one engine keeps; nothing for a model whose sizes are not known. Weights that are not
     ``trained`` have no second copy, since no others come."""
-    request, engine = _request(prepared, model), prepared.config.engine
-    if request is None:
-        return {}
-    tokens = engine.cache_tokens or engine.max_sequences * prepared.max_context
+    request = _request(prepared, model)
+    return {} if request is None else engine_part_bytes(request, float(prepared.max_context), trained=trained)
+
+
+def engine_part_bytes(request: SizingRequest, longest: float, *, trained: bool) -> dict[str, float]:
+    """Return the bytes that one engine keeps on all its devices, by what takes them, for sequences of up to ``longest``
+    tokens. Weights that are not ``trained`` have no second copy."""
+    tokens = request.engine.cache_tokens or request.engine.max_sequences * longest
     cache = float(tokens * request.shape.kv_numbers * request.bytes_per_number)
     return {"weights": engine_bytes(request) if trained else request.weight_bytes, "cache up to": cache}
 
@@ -166,10 +199,10 @@ def _of_workers(prepared: Prepared) -> str:
     return f"machines that {launch.kind} chooses" if launch.remote else "this machine"
 
 
-def _size(num_bytes: float) -> str:
+def size_words(num_bytes: float) -> str:
     """Return a number of bytes in words.
 
-    >>> _size(2.5e9), _size(3_400_000), _size(80_100)
+    >>> size_words(2.5e9), size_words(3_400_000), size_words(80_100)
     ('2.5 GB', '3.4 MB', '0.08 MB')
     """
     if num_bytes >= GB:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from headrace.base.clock import Clock
 from headrace.base.errors import ConfigError
+from headrace.base.types.observation import Account
+from headrace.run.observe.verdict import bound_of
+from headrace.run.session.config import RunConfig
+from headrace.wings.plan.catalogue import model
 from headrace.wings.plan.cluster import ClusterFile
 from headrace.wings.plan.search import Search, SearchResult
 from headrace.wings.plan.sizing import SizingRequest, fit
@@ -15,11 +19,34 @@ MEAN_SHARE = 0.25
 """Mean length of an answer as a fraction of the longest, if the cluster file does not give it."""
 
 
+def bound(account: Account) -> str:
+    """Return what limits the throughput of a run with this account, by the same rule that judges live runs."""
+    return str(bound_of(account))
+
+
+def asked_of(config: RunConfig) -> SizingRequest:
+    """Return the settings of a run file that a plan needs, with the sizes of its model."""
+    return SizingRequest(
+        shape=model(config.model.path),
+        model=config.model,
+        engine=config.engine,
+        flow=config.flow,
+        sync=config.sync,
+        learner=config.learner,
+        passes=len(config.learner.serving(config.algo.columns).policies),
+    )
+
+
 def usual_workload(request: SizingRequest) -> Workload:
     """Return the workload that is assumed if neither the cluster file nor a calibration gives one: prompts of 256
     tokens, and answers of lognormal lengths with a mean of a quarter of the longest."""
     longest = request.engine.max_new_tokens
     return Workload(prompt_tokens=ConstantSpread(value=256), answer_tokens=Lognormal(mean=MEAN_SHARE * longest, cv=1.0))
+
+
+def longest_sequence(request: SizingRequest) -> float:
+    """Return the largest number of tokens of a prompt and its answer together, as a plan assumes it."""
+    return request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
 
 
 def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
@@ -30,12 +57,11 @@ def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | No
     """
     recorded = None if measured is None else measured.workload
     workload = file.workload or recorded or usual_workload(request)
-    longest = request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
     return PlanContext(
         request=request,
         cluster=file.cluster,
         workload=workload,
-        fit=fit(request, file.cluster, longest),
+        fit=fit(request, file.cluster, longest_sequence(request)),
         measured=measured,
     )
 

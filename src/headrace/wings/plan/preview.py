@@ -11,10 +11,10 @@ from headrace.models.gpus import gpu_numbers
 from headrace.run.session.prepare import Prepared
 from headrace.wings.plan.catalogue import accelerators
 from headrace.wings.plan.cluster import Cluster, ClusterFile
-from headrace.wings.plan.planning import make_site, usual_workload
+from headrace.wings.plan.planning import asked_of, bound, make_site, usual_workload
 from headrace.wings.plan.search import Search
 from headrace.wings.plan.spread import RecordedSpread
-from headrace.wings.plan.verb import asked_of, bound
+from headrace.wings.plan.system import PlanContext
 from headrace.wings.plan.words import verdict_line
 
 MOST_PROMPTS = 4096
@@ -24,25 +24,33 @@ MOST_PROMPTS = 4096
 def plan_line(prepared: Prepared) -> str:
     """Return one line for a dry run that predicts the speed of the ``prepared`` run on this machine from the
     catalogue's figures, or says why there is no plan."""
-    config, devices = prepared.config, prepared.devices
-    if config.launch.remote:
+    if prepared.config.launch.remote:
         return "No plan of a cluster: headrace plan RUN.toml --cluster CLUSTER.toml has one."
-    gpus_of_engines = {number for device in devices.engines for number in gpu_numbers(device)}
-    engines, learners = len(gpus_of_engines), len(devices.learner)
     try:
-        if CPU in devices.engines:
-            cores = max(2, num_cores())
-            engines = min(threads(config.launch.engine_threads, cores), cores - 1)
-            cluster = Cluster(accelerator="CPU-core", count=cores, per_node=cores)
-        else:
-            cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
-        request = asked_of(config)
-        prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
-        workload = usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
-        site = make_site(request, ClusterFile(cluster=cluster, workload=workload))
+        site, engines, _ = site_here(prepared)
         return verdict_line(Search(site=site, clock=RealClock(), seed=0, fixed=engines).glance(), bound)
     except HeadraceError as error:
         return f"No plan: {error.problem}; {error.remedy}."
+
+
+def site_here(prepared: Prepared) -> tuple[PlanContext, int, int]:
+    """Return the context of a plan of the ``prepared`` run on this machine, the number of accelerators (GPUs, or cores)
+    on which its engines compute, and the number of those of its learner. Raises
+    :class:`~headrace.base.errors.ConfigError` if the model does not fit, or its sizes are not known."""
+    config, devices = prepared.config, prepared.devices
+    gpus_of_engines = {number for device in devices.engines for number in gpu_numbers(device)}
+    engines, learners = len(gpus_of_engines), len(devices.learner)
+    if CPU in devices.engines:
+        cores = max(2, num_cores())
+        engines = min(threads(config.launch.engine_threads, cores), cores - 1)
+        learners = threads(config.launch.learner_threads, cores)
+        cluster = Cluster(accelerator="CPU-core", count=cores, per_node=cores)
+    else:
+        cluster = Cluster(accelerator=known_gpu(), count=engines + learners)
+    request = asked_of(config)
+    prompts = tuple(float(len(task.prompt_ids_T)) for task in prepared.tasks[:MOST_PROMPTS])
+    workload = usual_workload(request).model_copy(update={"prompt_tokens": RecordedSpread(values=prompts)})
+    return make_site(request, ClusterFile(cluster=cluster, workload=workload)), engines, learners
 
 
 def known_gpu() -> str:

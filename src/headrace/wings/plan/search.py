@@ -142,9 +142,11 @@ class Search:
         return self._result(began_s, self._better(best, [requested.choice]), requested, self._best([*fresh, *in_turn]))
 
     def _transports(self) -> list[str]:
-        """Return the names of the transports that may be proposed instead of the run file's. Transports of other
-        packages are not imported for a plan."""
-        return [name for name in TRANSPORTS.rows if TRANSPORTS.load(name).cost.proposed]
+        """Return the names of the transports that may be proposed instead of the run file's: none that stays on one
+        machine where there are several. Transports of other packages are not imported for a plan."""
+        found = {name: TRANSPORTS.load(name) for name in TRANSPORTS.rows}
+        apart = self.site.cluster.num_machines > 1
+        return [name for name, each in found.items() if each.cost.proposed and (each.crosses_machines or not apart)]
 
     def glance(self) -> SearchResult:
         """Simulate only the settings of the run file and their synchronous counterpart, for a dry run, and return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from headrace.wings.plan.costs import (
     TrainingFlops,
     TrainingRate,
 )
+from headrace.wings.plan.placement import machines_of
+from headrace.wings.plan.publication import EngineUptake, PublicationEstimate, PublicationRequest, publish
 from headrace.wings.plan.sizing import GB, Fit, SizingRequest, learner_bytes
 from headrace.wings.plan.workload import Workload
 from headrace.wings.plan.world import World
@@ -27,10 +30,6 @@ from headrace.wings.plan.world import World
 CODECS = {"full": 1.0, "cast_bf16": 0.5, "cast_fp8": 0.25, "delta": 0.03, "adapter": 1.0}
 """The bytes that each codec sends, as a fraction of those of float32 weights; for 16-bit weights twice the fraction, at
 most 1."""
-COPY_GB_S = 20.0
-"""Bandwidth from an accelerator to the packed buffer, in 10⁹ bytes per second."""
-SWAP_S = 0.005
-"""Fixed time of every commit, in seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,7 +120,7 @@ class PlanContext:
             max_sequences=self.request.engine.max_sequences,
             cache_tokens=self.fit.shared_tokens if choice.shared else self.fit.cache_tokens,
             max_new_tokens=float(self.request.engine.max_new_tokens),
-            learner=self._learner_cost(trainers),
+            learner=self.learner_cost(trainers),
             sync=self._sync_cost(choice, trainers),
             failures=self._failure_cost(trainers),
             workload=self.workload,
@@ -149,7 +148,7 @@ class PlanContext:
             overhead_s=device.overhead_ms / 1e3,
         )
 
-    def _learner_cost(self, trainers: int) -> LearnerCost:
+    def learner_cost(self, trainers: int) -> LearnerCost:
         """Return the cost model of training on ``trainers`` accelerators: measured, by the rate in the cluster file, or
         from the number of operations and the memory bandwidth."""
         cluster, request = self.cluster, self.request
@@ -172,18 +171,50 @@ class PlanContext:
         )
 
     def _sync_cost(self, choice: Choice, trainers: int) -> SyncCost:
-        """Return the cost of bringing a version to the engines: the measured one, or one from the bytes sent and the
-        rates of copies, network and memory."""
+        """Return the cost of bringing a version to the engines in a choice with ``trainers`` ranks of the learner."""
+        engines = max(1, (self.cluster.count if choice.shared else choice.generation) // self.fit.ways)
+        placed = machines_of(engines, self.fit.ways, trainers, self.cluster, shared=choice.shared)
+        return self.sync_cost(choice.transport, choice.interrupt, placed, self.fit.ways)
+
+    def sync_cost(
+        self, transport: str, interrupt: Interrupt, placed: tuple[Sequence[int], Sequence[int]], width: int
+    ) -> SyncCost:
+        """Return the cost of bringing a version by ``transport`` to engines of ``width`` accelerators: the measured
+        one, or one from the bytes sent and the rates of copies, network and memory. ``placed`` has the numbers of the
+        machines of the engines, and of those of the learner's ranks."""
         if self.measured is not None:
-            return replace(self.measured.sync, interrupt=choice.interrupt)
-        cost = TRANSPORTS.load(choice.transport).cost
-        device, sent = self.cluster.device, self.sent_bytes()
+            return replace(self.measured.sync, interrupt=interrupt)
+        made = self.publication(transport, placed, width)
         return SyncCost(
-            snapshot_s=sent / (COPY_GB_S * GB * trainers),
-            travel_s=sent / ((cost.gb_s or self.cluster.network_gb_s) * GB) + cost.fixed_s,
-            gap_s=SWAP_S + 2.0 * sent / (device.bandwidth_gb_s * GB * self.fit.ways),
-            interrupt=choice.interrupt,
+            snapshot_s=made.copy.seconds,
+            travel_s=made.travel_s,
+            gap_s=made.commit.seconds,
+            interrupt=interrupt,
             rolling=self.request.sync.rolling,
+        )
+
+    def publication(
+        self, transport: str, placed: tuple[Sequence[int], Sequence[int]], width: int
+    ) -> PublicationEstimate:
+        """Return the predicted publication by ``transport`` to engines of ``width`` accelerators. ``placed`` has the
+        numbers of the machines of the engines, and of those of the learner's ranks."""
+        found, (engines, ranks) = TRANSPORTS.load(transport), placed
+        whole = found.open_rank_outbox is None
+        embedded = self.request.engine.can.embedded
+        on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
+        return publish(
+            PublicationRequest(
+                image_bytes=self.request.version_bytes,
+                sent_bytes=min(self.sent_bytes(), self.request.version_bytes),
+                ranks=ranks[:1] if whole else ranks,
+                engines=engines,
+                width=width,
+                uptake=on_host if embedded else EngineUptake.FILES,
+                fixed_s=found.cost.fixed_s,
+                rate_gb_s=(found.cost.gb_s or self.cluster.network_gb_s) if whole else None,
+                on_accelerator=not self.cluster.of_cores,
+            ),
+            self.cluster.machine,
         )
 
     def sent_bytes(self) -> float:
@@ -192,6 +223,14 @@ class PlanContext:
         if request.model.lora is not None:
             return request.version_bytes
         return request.weight_bytes * min(1.0, CODECS[request.sync.codec] * 4 / request.bytes_per_number)
+
+    def update(self, trainers: int) -> tuple[float, float]:
+        """Return the seconds of one update of the weights on ``trainers`` accelerators, and the number of tokens of its
+        batch, prompts included, for episodes of usual length."""
+        flow = self.request.flow
+        episodes = flow.groups_per_step * flow.group_size
+        mean, square = self.workload.episode_tokens(float(self.request.engine.max_new_tokens))
+        return self.learner_cost(trainers).step_s(episodes * mean, episodes * square), episodes * mean
 
     def _failure_cost(self, trainers: int) -> FailureCost:
         """Return how often engines and a learner of ``trainers`` accelerators fail, and how long their restarts take;

@@ -11,9 +11,8 @@ from headrace.run.cli.commands import PLAN, Verb
 from headrace.run.cli.output import console, print_json, starting
 
 if TYPE_CHECKING:
-    from headrace.base.types.observation import Account
-    from headrace.run.session.config import RunConfig
-    from headrace.wings.plan import SearchResult, SizingRequest
+    from headrace.wings.plan import ClusterFile, SearchResult
+    from headrace.wings.plan.cluster_map import ClusterMap
 
 
 def plan(
@@ -27,48 +26,105 @@ def plan(
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
     seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
     picture: Path = typer.Option(None, metavar="FILE", help="Draw the simulated runs as an SVG."),
+    deploy: Path = typer.Option(
+        None, metavar="DIR", help="Write the files that start the run on this cluster: Kubernetes, Ray, Slurm."
+    ),
     as_json: bool = typer.Option(False, "--json", help="Print the plan as JSON."),
 ) -> None:
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
     starting(f"reading {run_file} and loading what a plan needs")
     from headrace.base.clock import RealClock
-    from headrace.base.errors import ConfigError
     from headrace.run.session import load_config
     from headrace.wings.plan import load_cluster, make_site
     from headrace.wings.plan import plan as search
-    from headrace.wings.plan.words import describe
+    from headrace.wings.plan.cluster_map import map_of, refuse_misplaced
+    from headrace.wings.plan.planning import asked_of
 
-    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
-        raise ConfigError(
-            f"--picture {picture} cannot be written: it is a directory, or lies in none that exists",
-            remedy="give a file in a directory that exists",
-        )
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture {picture}: pictures are written as SVG", remedy=f"name it {picture.with_suffix('.svg')}"
-        )
+    if picture is not None:
+        _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
     measured = None
     if calibrate is not None:
         from headrace.wings.plan.calibration import calibrated
 
         measured = calibrated(calibrate)
-    site = make_site(asked_of(config), load_cluster(cluster_file), measured)
+    file = load_cluster(cluster_file)
+    if not file.cluster.of_cores:
+        refuse_misplaced(config, file.cluster)
+    site = make_site(asked_of(config), file, measured)
+    # cores are no places of their own: engines and learner share them
+    run_map = None if file.cluster.of_cores else map_of(config, site)
+    if deploy is not None:
+        _deploy(deploy, (run_file, overrides, like), file)
     found = search(site, RealClock(), seed=seed, generation=generation or None)
     if picture is not None:
         from headrace.wings.plan.picture import plan_svg
 
         picture.write_bytes(plan_svg(found))
     if as_json:
-        print_json(_tree(found))
+        print_json({**_tree(found), "map": None if run_map is None else run_map.tree()})
         return
+    _print(found, run_map)
+
+
+def _refuse_picture(file: Path) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a file in which no picture can be written."""
+    from headrace.base.errors import ConfigError
+
+    if file.is_dir() or not file.parent.is_dir():
+        raise ConfigError(
+            f"--picture {file} cannot be written: it is a directory, or lies in none that exists",
+            remedy="give a file in a directory that exists",
+        )
+    if file.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--picture {file}: pictures are written as SVG", remedy=f"name it {file.with_suffix('.svg')}"
+        )
+
+
+def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile) -> None:
+    """Write the files that start the ``run`` (its file, the given overrides, and the recipe) on the cluster of
+    ``file``. The controller, and not a deployment, keeps the settings: these are the given ones, and those that every
+    run on a cluster needs."""
+    from headrace.base.errors import ConfigError
+    from headrace.run.session import load_config
+    from headrace.wings.plan import make_site
+    from headrace.wings.plan.cluster_map import map_of
+    from headrace.wings.plan.deploy import deploy_overrides, deployment, write_deployment
+    from headrace.wings.plan.planning import asked_of
+
+    run_file, overrides, like = run
+    if file.cluster.of_cores:
+        raise ConfigError(
+            f"--deploy {directory}: cluster.accelerator={file.cluster.accelerator!r} is no accelerator that a cluster "
+            "counts",
+            remedy="plan with the accelerators of the cluster",
+        )
+    needed = deploy_overrides(load_config(run_file, overrides, like=like))
+    config = load_config(run_file, [*overrides, *needed], like=like)
+    site = make_site(asked_of(config), file)
+    chosen = [*overrides, *needed]
+    write_deployment(deployment(chosen, site, map_of(config, site), file.deploy, str(directory)), directory)
+    console(stderr=True).print(f"wrote the files of the deployment into {directory}", style="dim")
+
+
+def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
+    """Print the plan in words, and the map of the run file's parts."""
+    from headrace.wings.plan.planning import bound
+    from headrace.wings.plan.words import describe
+
     out = console()
     for line in describe(found, bound):
         out.print(line)
+    if run_map is not None:
+        out.print("The parts of the run file, as it stands:")
+        for line in run_map.lines():
+            out.print(line, soft_wrap=True)
 
 
 def _tree(found: SearchResult) -> dict[str, Any]:
     """Return the plan as an object for ``--json``."""
+    from headrace.wings.plan.planning import bound
     from headrace.wings.plan.search import row_of
     from headrace.wings.plan.words import describe
 
@@ -81,29 +137,6 @@ def _tree(found: SearchResult) -> dict[str, Any]:
         "seconds": found.seconds,
         "words": describe(found, bound),
     }
-
-
-def bound(account: Account) -> str:
-    """Return what limits the throughput of a run with this account, by the same rule that judges live runs."""
-    from headrace.run.observe.verdict import bound_of
-
-    return str(bound_of(account))
-
-
-def asked_of(config: RunConfig) -> SizingRequest:
-    """Return the settings of a run file that a plan needs, with the sizes of its model."""
-    from headrace.wings.plan import SizingRequest
-    from headrace.wings.plan.catalogue import model
-
-    return SizingRequest(
-        shape=model(config.model.path),
-        model=config.model,
-        engine=config.engine,
-        flow=config.flow,
-        sync=config.sync,
-        learner=config.learner,
-        passes=len(config.learner.serving(config.algo.columns).policies),
-    )
 
 
 VERB = Verb(run=plan, group=PLAN, place=10)

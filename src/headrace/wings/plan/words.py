@@ -39,7 +39,7 @@ def verdict_line(found: SearchResult, bound: Bound) -> str:
     requested = found.requested.outcome
     return (
         f"Plan ({found.site.cluster}; {found.site.view}): about {_rate(requested.tok_s)} trained tokens/s, "
-        f"a step every {_step(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)} "
+        f"a step every {time_words(requested.step_s)}, {bound(requested.account())}. {_asynchrony(found, bound)} "
         f"{_assumed(found.site)}"
     )
 
@@ -55,10 +55,10 @@ def _uncounted(site: PlanContext) -> str:
     )
 
 
-def _step(seconds: float) -> str:
-    """Return the duration of a step as text with enough digits: short steps are not rounded to 0.0 s.
+def time_words(seconds: float) -> str:
+    """Return a time as text with enough digits: short ones are not rounded to 0.0 s.
 
-    >>> _step(71.7), _step(0.0312)
+    >>> time_words(71.7), time_words(0.0312)
     ('71.7 s', '0.031 s')
     """
     return f"{seconds:,.1f} s" if seconds >= 1 else f"{seconds:.2g} s"
@@ -89,7 +89,7 @@ def _describe(site: PlanContext, each: Candidate, bound: Bound) -> str:
     return (
         f"{who}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate(outcome.tok_s)} trained "
-        f"tokens/s, a step every {_step(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
+        f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
         f"is blocked by the sync {account.of_time(account.exposed_sync_s):.1%} of the time, a version travels "
         f"{site.world(choice, 1).sync.travel_s:,.2f} s. It is {bound(account)}."

@@ -11,6 +11,9 @@ from pydantic import Field, PositiveFloat
 from headrace.base.config import Section
 from headrace.wings.plan.spread import AnySpread, ConstantSpread, Draws, Lognormal, Spread, Uniform
 
+MEAN_DRAWS = 8192
+"""Number of draws from which the mean length of an episode is taken."""
+
 
 class Workload(Section):
     """The table ``[workload]`` of a cluster file. A distribution is a number, or a table with its ``kind``."""
@@ -34,6 +37,20 @@ class Workload(Section):
     (1, 1) is uniform."""
     failed_share: float = Field(default=0.0, ge=0, lt=1)
     """Fraction of the episodes that end without a reward."""
+
+    def episode_tokens(self, most: float) -> tuple[float, float]:
+        """Return the mean number of tokens of an episode and the mean of its square, from draws; an answer has at most
+        ``most`` tokens."""
+        rng = np.random.default_rng(0)
+
+        def drawn(spread: Spread) -> Draws:
+            """Return draws of one quantity, shape [N]."""
+            return spread.draw(rng, MEAN_DRAWS)
+
+        turns_N = np.maximum(np.rint(drawn(self.turns)), 1.0)
+        answers_N = np.minimum(drawn(self.answer_tokens), most)
+        tokens_N = drawn(self.prompt_tokens) + turns_N * answers_N + (turns_N - 1) * drawn(self.observed_tokens)
+        return float(tokens_N.mean()), float((tokens_N**2).mean())
 
 
 class DrawBuffer:

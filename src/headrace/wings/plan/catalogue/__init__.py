@@ -21,6 +21,9 @@ from headrace.base.errors import ConfigError, nearest
 from headrace.models.hub import called, is_hub_name, local_directory
 from headrace.wings.plan.catalogue.shape import ModelShape, shape_of
 
+DEFAULT_HOST = "DGX-H100"
+"""The machine of the catalogue that is taken for accelerators which name no other."""
+
 
 class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """One device, such as a GPU, with the figures that its manufacturer gives."""
@@ -34,12 +37,51 @@ class Accelerator(msgspec.Struct, frozen=True, kw_only=True):
     """Memory in 10⁹ bytes."""
     overhead_ms: float = 2.0
     """Time of an engine step beside reading memory and computing, in milliseconds."""
+    host: str = DEFAULT_HOST
+    """Name of the machine in the catalogue whose figures a plan takes for the machines around this device."""
+
+
+class HostFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """A machine with accelerators: what its processors, its memory and its network can do for a version of the weights.
+    Rates are in 10⁹ bytes per second."""
+
+    cores: int | None = None
+    """Number of cores; ``None``: as many as it has accelerators, since these are its cores."""
+    memory_gb: float | None = None
+    """Memory in 10⁹ bytes; ``None``: not known."""
+    memory_gb_s: float
+    """Rate at which all cores together read and write memory."""
+    link_gb_s: float
+    """Rate of one link to the network, in each direction; in a plan, ``cluster.network_gb_s``."""
+    links: int
+    """Number of links among which the connections of the weights are spread."""
+    stream_gb_s: float
+    """Rate of one connection, of which each end is one thread."""
+    hash_gb_s: float
+    """Rate at which one thread hashes."""
+    copy_gb_s: float
+    """Rate at which one thread copies memory."""
+    down_gb_s: float
+    """Rate of a copy from one accelerator into memory of its machine that is not page-locked."""
+    up_gb_s: float
+    """Rate of a copy from such memory to one accelerator."""
+    load_gb_s: float
+    """Rate at which a server of models loads the weights from files, for each of its accelerators."""
+    load_most_gb_s: float
+    """The largest rate at which the servers of one machine load weights from files."""
 
 
 @cache
 def accelerators() -> Mapping[str, Accelerator]:
     """Return all accelerators of the catalogue by name."""
-    return {name: msgspec.convert({"name": name, **row}, Accelerator) for name, row in _table("hardware.toml").items()}
+    rows = {name: row for name, row in _table("hardware.toml").items() if name != "hosts"}
+    return {name: msgspec.convert({"name": name, **row}, Accelerator) for name, row in rows.items()}
+
+
+@cache
+def hosts() -> Mapping[str, HostFigures]:
+    """Return the figures of all machines of the catalogue by name."""
+    return {name: msgspec.convert(row, HostFigures) for name, row in _table("hardware.toml")["hosts"].items()}
 
 
 def accelerator(name: str) -> Accelerator:

@@ -31,6 +31,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     """Size of the hidden state between two layers."""
     heads: int = 0
     """Number of query heads of a layer."""
+    kv_heads: int = 0
+    """Number of key-value heads of a layer."""
     grouped: bool = False
     """Whether several query heads share one key-value head."""
     score_layers: int = 0
@@ -81,6 +83,7 @@ def shape_of(name: str, config: Mapping[str, Any]) -> ModelShape:
         kv_numbers=layers * cached,
         hidden=hidden,
         heads=heads,
+        kv_heads=kv_heads,
         grouped=heads != kv_heads,
         score_layers=_score_layers(config, layers, grouped=heads != kv_heads),
     )

@@ -1,0 +1,310 @@
+"""The map of a run on the cluster of a plan, as its run file stands: which part lies on which accelerators of which
+machine, what it keeps there, and how long an update and a publication take.
+
+    run file, cluster ──▶ parts and what they ask for ──▶ placement ──▶ map ──▶ text, JSON, files of a deployment
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
+
+from headrace.base.errors import ConfigError
+from headrace.launch.engines import engine_names
+from headrace.launch.processes import teacher_role
+from headrace.models.config import ModelConfig
+from headrace.models.devices import settle
+from headrace.models.gpus import gpu_numbers
+from headrace.run.session.engine_fit import refuse_uneven_heads
+from headrace.run.session.own_engines import frozen_agents, teacher_model
+from headrace.wings.plan.cluster import Cluster
+from headrace.wings.plan.parts import MappedPart, engine_part_bytes, rank_bytes
+from headrace.wings.plan.placement import MachineRoom, PartDemand, PartPlace, place
+from headrace.wings.plan.planning import asked_of, longest_sequence
+from headrace.wings.plan.publication import PublicationEstimate
+from headrace.wings.plan.sizing import GB, USABLE
+from headrace.wings.plan.system import PlanContext
+from headrace.wings.plan.words import time_words
+
+if TYPE_CHECKING:
+    from headrace.run.session.config import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterMap:
+    """The parts of a run on a cluster."""
+
+    parts: tuple[MappedPart, ...]
+    """The ranks of the learner and the engines, in the order in which they are started."""
+    worker_cpus: float
+    """Number of cores that all scoring and environment workers together ask for, those that are started under suspicion
+    included."""
+    transport: str
+    """The transport of the weights."""
+    update_s: float
+    """Seconds of one update of the weights."""
+    batch_tokens: float
+    """Number of tokens of its batch, prompts included."""
+    publication_s: float
+    """Seconds from an update until all engines use its weights."""
+    publication: PublicationEstimate | None
+    """The same, phase by phase; ``None`` for measured costs."""
+    misfits: tuple[str, ...]
+    """Sentences about parts that need more memory than their accelerators have."""
+
+    @property
+    def machines(self) -> int:
+        """Return the number of machines that have parts."""
+        return len({part.machine for part in self.parts})
+
+    def tree(self) -> dict[str, Any]:
+        """Return the map as an object for ``--json``."""
+        return {
+            "machines": self.machines,
+            "parts": [
+                {
+                    "part": part.name,
+                    "machine": part.machine,
+                    "gpus": part.gpus,
+                    "rank": part.rank,
+                    "bytes_on_each": {use: size / part.num_devices for use, size in part.bytes_by_use.items()},
+                }
+                for part in self.parts
+            ],
+            "update_s": self.update_s,
+            "batch_tokens": self.batch_tokens,
+            "transport": self.transport,
+            "publication_s": self.publication_s,
+            "publication": self.publication,
+            "misfits": self.misfits,
+        }
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines of the map as text. Ranks of the learner on one machine share a line."""
+        rows = [("machine", "GPU", "part", "memory"), ("-", "-", "controller", "")]
+        for _, group in groupby(self.parts, key=lambda part: (part.machine, part.name if part.rank is None else None)):
+            parts = list(group)
+            first, last = parts[0], parts[-1]
+            name = first.name if first is last else f"learner, ranks {first.rank} to {last.rank}"
+            gpus = [number for part in parts for number in part.gpus]
+            shown = replace(first, num_devices=len(gpus), bytes_by_use=_summed(parts))
+            rows.append((str(first.machine), _span(gpus), name, shown.memory()))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        for row in rows:
+            yield "  " + "  ".join([*(f"{row[n]:{widths[n]}}" for n in range(3)), row[3]]).rstrip()
+        phases = "" if self.publication is None else (
+            f" ({', '.join(f'{each.name} {time_words(each.seconds)}' for each in self.publication.phases)})"
+        )  # fmt: skip
+        yield (
+            f"  An update takes {time_words(self.update_s)} for {self.batch_tokens:,.0f} tokens; a publication by "
+            f"{self.transport} {time_words(self.publication_s)}{phases}."
+        )
+        yield from (f"  {sentence}" for sentence in self.misfits)
+
+
+def _summed(parts: Sequence[MappedPart]) -> dict[str, float]:
+    """Return the bytes of several parts of one kind together, by what takes them."""
+    return {use: sum(part.bytes_by_use[use] for part in parts) for use in parts[0].bytes_by_use}
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """Return numbers in words, those that follow each other as a range.
+
+    >>> _span([0, 1, 2]), _span([3]), _span([0, 2])
+    ('0-2', '3', '0,2')
+    """
+    if len(numbers) > 1 and [*numbers] == [*range(numbers[0], numbers[0] + len(numbers))]:
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
+    """Return the map of the run with the settings ``config`` on the cluster of ``site``. Raises
+    :class:`~headrace.base.errors.ConfigError` for a run that asks for more accelerators than there are, or for parts
+    that no machine can hold."""
+    cluster, request = site.cluster, site.request
+    refuse_misplaced(config, cluster)
+    demands = _demands(config)
+    places = _places(config, cluster, demands)
+    longest, models = longest_sequence(request), _engine_models(config)
+    of_a_rank, parts = rank_bytes(request, longest), []
+    for demand in demands:
+        where, model = places[demand.name], models.get(demand.name)
+        kept = of_a_rank
+        if model is not None:
+            kept = {}
+            with suppress(ConfigError):  # the sizes of a teacher's or an agent's model may not be known
+                own = asked_of(config.model_copy(update={"model": model}))
+                kept = engine_part_bytes(own, longest, trained=model is config.model)
+        parts.append(
+            MappedPart(
+                name=demand.name, where=f"machine {where.machine}", num_devices=max(1, demand.gpus), bytes_by_use=kept,
+                machine=where.machine, gpus=where.gpus, cpus=demand.cpus, rank=None if model else _rank(demand.name),
+            )
+        )  # fmt: skip
+    return _with_times(config, site, tuple(parts))
+
+
+def _with_times(config: RunConfig, site: PlanContext, parts: tuple[MappedPart, ...]) -> ClusterMap:
+    """Return the map of ``parts`` with the seconds of an update and of a publication."""
+    ranks = [part.machine or 0 for part in parts if part.rank is not None]
+    engines = [part.machine or 0 for part in parts if part.name in engine_names(config.engine.count)]
+    transport, width = config.sync.transport, config.engine.width
+    cost = site.sync_cost(transport, config.sync.interrupt, (engines, ranks), width)
+    update_s, tokens = site.update(len(ranks))
+    return ClusterMap(
+        parts=parts,
+        worker_cpus=_worker_cpus(config),
+        transport=transport,
+        update_s=update_s,
+        batch_tokens=tokens,
+        publication_s=cost.snapshot_s + cost.travel_s + cost.gap_s,
+        publication=None if site.measured else site.publication(transport, (engines, ranks), width),
+        misfits=tuple(_misfits(site, parts)),
+    )
+
+
+def _rank(name: str) -> int:
+    """Return the rank of the learner's process with this name.
+
+    >>> _rank("learner"), _rank("learner-3")
+    (0, 3)
+    """
+    return int(name.partition("-")[2] or 0)
+
+
+def _engine_models(config: RunConfig) -> dict[str, ModelConfig]:
+    """Return the model of each engine by the name of its process: those of the policy, of agents, and of teachers."""
+    own = dict.fromkeys(engine_names(config.engine.count), config.model)
+    agents = {f"agent-{name}": model for name, model in frozen_agents(config).items()}
+    teachers = config.learner.served_teachers.items()
+    return {**own, **agents, **{teacher_role(name): teacher_model(each, config.model) for name, (each, _) in teachers}}
+
+
+def _demands(config: RunConfig) -> list[PartDemand]:
+    """Return what each part asks for, in the order in which a cluster is asked. Where the run file asks for cores alone
+    (``gpus = 0``), a part gets the accelerators that it computes on in the plan. On one machine nothing counts
+    cores."""
+    ray, counted = config.launch.ray, config.launch.remote
+    ranks = range(config.learner.parallel.world)
+    return [
+        *(
+            PartDemand(name=f"learner-{rank}" if rank else "learner", gpus=1, cpus=ray.learner.cpus if counted else 0.0)
+            for rank in ranks
+        ),
+        *(
+            PartDemand(name=name, gpus=config.engine.width, cpus=ray.engine.cpus if counted else 0.0)
+            for name in _engine_models(config)
+        ),
+    ]
+
+
+def _worker_cpus(config: RunConfig) -> float:
+    """Return the number of cores that scoring and environment workers ask the cluster for: one scorer and four
+    environment workers more than their settings say, if there are any."""
+    ray, scorers = config.launch.ray, sum(reward.workers for reward in config.env.components)
+    environments = config.env.workers if config.env.remote else 0
+    return (scorers + bool(scorers)) * ray.scorer.cpus + (environments + 4 * bool(environments)) * ray.environment.cpus
+
+
+def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) -> dict[str, PartPlace]:
+    """Return the place of each part by its name: as processes of one machine choose it, or as Ray does. Raises
+    :class:`~headrace.base.errors.ConfigError` if the parts do not fit, or if ranks that compute the same micro-batch
+    would lie on several machines."""
+    if not config.launch.remote and cluster.num_machines == 1:
+        ranks, count = config.learner.parallel.world, len(demands) - config.learner.parallel.world
+        devices = settle("auto", "auto", ranks=ranks, gpus=cluster.count, count=count, width=config.engine.width)
+        return {
+            demand.name: PartPlace(machine=0, gpus=gpu_numbers(device))
+            for demand, device in zip(demands, (*devices.learner, *devices.engines), strict=True)
+        }
+    left = cluster.count
+    rooms = []
+    for number in range(cluster.num_machines):
+        rooms.append(
+            MachineRoom(number=number, num_gpus=min(cluster.per_node, left), cpus=float(cluster.machine.cores or 0))
+        )
+        left -= cluster.per_node
+    places = _in_order(place(demands, rooms, config.launch.ray.placement))
+    tensor = config.learner.parallel.tensor
+    names = [demand.name for demand in demands[: config.learner.parallel.world]]
+    for first in range(0, len(names), tensor):
+        spread = sorted({places[name].machine for name in names[first : first + tensor]})
+        if len(spread) > 1:
+            raise ConfigError(
+                f"learner.parallel.tensor={tensor} ranks compute the same micro-batch, and ranks {first} to "
+                f"{first + tensor - 1} would lie on the machines {', '.join(map(str, spread))}",
+                remedy="choose engine.count, engine.tensor and learner.parallel so that whole groups of "
+                f"{tensor} ranks fill what the engines leave of a machine",
+            )
+    return places
+
+
+def _in_order(places: dict[str, PartPlace]) -> dict[str, PartPlace]:
+    """Return the places with those of the learner's ranks in the order of machines, since a cluster may exchange parts
+    that ask for the same."""
+    ranks = [name for name in places if name.partition("-")[0] == "learner"]
+    ordered = sorted((places[name] for name in ranks), key=lambda each: (each.machine, each.gpus))
+    return {**places, **dict(zip(ranks, ordered, strict=True))}
+
+
+def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a run that no placement on the cluster can hold: more
+    accelerators than there are, a gang that is larger than a machine, or heads that cannot be divided."""
+    width, tensor, engine = config.engine.width, config.learner.parallel.tensor, config.engine
+    wanted = {
+        "learner.parallel": config.learner.parallel.world,
+        f"{len(_engine_models(config))} engines of engine.tensor x engine.pipeline": len(_engine_models(config))
+        * width,
+    }
+    if sum(wanted.values()) > cluster.count:
+        parts = " and ".join(f"{count} for {what}" for what, count in wanted.items())
+        raise ConfigError(
+            f"the run asks for {sum(wanted.values())} accelerators ({parts}), and cluster.count={cluster.count}",
+            remedy=f"set cluster.count >= {sum(wanted.values())}, or lower engine.count or learner.parallel.data",
+        )
+    if width > cluster.per_node:
+        raise ConfigError(
+            f"engine.tensor x engine.pipeline = {engine.tensor} x {engine.pipeline} = {width} accelerators of one "
+            f"machine, and cluster.per_node={cluster.per_node}",
+            remedy=f"set engine.tensor x engine.pipeline <= {cluster.per_node}, or take larger machines "
+            "(cluster.per_node): an engine does not span machines",
+        )
+    if tensor > cluster.per_node:
+        raise ConfigError(
+            f"learner.parallel.tensor={tensor} ranks are of one machine, and cluster.per_node={cluster.per_node}",
+            remedy=f"set learner.parallel.tensor <= {cluster.per_node}, and learner.parallel.data for the rest",
+        )
+    shape = asked_of(config).shape
+    if engine.tensor > 1:
+        refuse_uneven_heads(engine.tensor, shape.heads, shape.kv_heads)
+    if shape.heads % tensor or shape.kv_heads % tensor:
+        raise ConfigError(
+            f"learner.parallel.tensor={tensor} does not divide the {shape.heads} attention heads ({shape.kv_heads} of "
+            f"keys and values) of {shape.name}",
+            remedy=f"set learner.parallel.tensor to a divisor of {shape.kv_heads}",
+        )
+
+
+def _misfits(site: PlanContext, parts: Sequence[MappedPart]) -> Iterator[str]:
+    """Yield a sentence for each kind of part whose memory, without an engine's cache, exceeds what its accelerators
+    have."""
+    usable, told = USABLE * site.cluster.device.memory_gb * GB, set()
+    for part in parts:
+        kind = "each rank of the learner" if part.rank is not None else part.name
+        needed = sum(size for use, size in part.bytes_by_use.items() if not use.startswith("cache")) / part.num_devices
+        if needed <= usable or kind in told:
+            continue
+        told.add(kind)
+        remedy = (
+            f"spread the learner over at least {site.fit.least_learner} ranks (learner.parallel.data)"
+            if part.rank is not None and site.fit.least_learner
+            else f"give an engine at least {site.fit.ways} accelerators (engine.tensor)"
+        )
+        yield (
+            f"Does not fit: {kind} keeps {needed / GB:,.1f} GB, and of one {site.cluster.device.name} "
+            f"{usable / GB:,.1f} GB can be used; {remedy}."
+        )
