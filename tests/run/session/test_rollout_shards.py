@@ -1,0 +1,86 @@
+"""Real runs whose episodes run in processes beside the controller, with shards and engines that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.run.session import load_config
+from tests.run.session.runs import components, first_words, make_run, running, verb
+from tests.run.session.serial import SerialLoop, same_learner
+
+SLOW_REWARD = """
+    import time
+
+    def reward(completion):
+        time.sleep(0.03)
+        return sum(character in "01234" for character in completion) / 4
+"""
+LONG = {"max_new_tokens": 20, "max_sequences": 16, "flush_tokens": 4}
+FLOW = {"groups_per_step": 2, "group_size": 4}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def ended(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The summary of a run that has come to its end and has lost nothing."""
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["versions"]) == ("finished", steps, [0, steps])
+    groups, episodes, tokens = (summary["ledger"][unit] for unit in ("groups", "episodes", "tokens"))
+    assert groups == {"submitted": 2 * steps, "trained": 2 * steps, "dropped": {}, "in_flight": 0}
+    assert episodes == {"submitted": 8 * steps, "trained": 8 * steps, "dropped": {}, "in_flight": 0}
+    assert (tokens["submitted"], tokens["in_flight"]) == (tokens["trained"], 0)
+    return summary
+
+
+@pytest.mark.parametrize(("rollouts", "engines", "first"), [(1, 1, None), (2, 2, None), (2, 1, 3)])
+def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
+    rollouts: int, engines: int, first: int | None, tmp_path: Path, model_dir: Path
+) -> None:
+    flow = {**FLOW, "max_age": 0, **({} if first is None else {"first": 4, "min_episodes": first})}
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        engine={**LONG, "count": engines},
+        flow=flow,
+        launch={"rollouts": rollouts, "engine_threads": engines, "learner_threads": 1},
+        run={"dir": "run", "steps": 4, "checkpoint_every": 4},
+    )
+    verb("train", run_file)
+    assert not ended(tmp_path / "run", 4)["recoveries"]
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "serial")
+
+
+@pytest.mark.parametrize("role", ["rollout-0", "rollout-1", "engine-1"])
+def test_a_run_whose_shard_or_engine_is_killed_loses_nothing_and_stays_the_same(
+    role: str, tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine={**LONG, "count": 2},
+        flow={**FLOW, "max_age": 0, "record_tokens": 4},
+        launch={"rollouts": 2, "engine_threads": 2, "learner_threads": 1},
+        run={"dir": "run", "steps": 10, "checkpoint_every": 10},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file) as life:
+        life.until_step(3)
+        pid = components(run_dir)[role]
+        os.kill(pid, signal.SIGKILL)
+        assert life.rest(120.0) == first_words(run_file)
+    (recovery,) = ended(run_dir, 10)["recoveries"]
+    assert recovery.startswith(f"{role} (pid {pid}) was killed by SIGKILL")
+    assert "; it serves again after " in "".join(life.lines)
+    status = json.loads(verb("status", run_dir, "--json"))
+    assert {part["role"]: part["restarts"] for part in status["components"]}[role] == 1
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(run_dir / "checkpoints" / "step-000010", tmp_path / "serial")
