@@ -222,6 +222,12 @@ class LaunchConfig(Section):
                 f"launch.ray.{changed[0]} is set, and launch.kind={self.kind!r} uses no Ray cluster",
                 remedy="set launch.kind = 'ray', or leave [launch.ray] out",
             )
+        if self.remote and self.rollouts:
+            raise ConfigError(
+                f"launch.rollouts={self.rollouts}, and with launch.kind={self.kind!r} engines may be on other machines, "
+                "where they cannot answer shards of this one",
+                remedy="leave launch.rollouts out, or set launch.kind = 'local'",
+            )
         if self.remote and self.lend_cores:
             raise ConfigError(
                 f"launch.lend_cores=true, and with launch.kind={self.kind!r} the cluster gives each part its cores",

@@ -110,8 +110,17 @@ class Processes:
         """Return the supervisor of the rollout shards, which ask ``engines`` and are not started yet; ``None`` for a
         run whose episodes run in the controller."""
         names = shard_names(self.order.launch.rollouts)
-        config = self._supervision()
-        return RolloutShards(self._start_rollout, names, config, RealClock(), engines=engines) if names else None
+        if not names:
+            return None
+        return RolloutShards(
+            self._start_rollout,
+            names,
+            self._supervision(),
+            RealClock(),
+            fleet=engines.fleet,
+            client=engines.client,
+            end_engine=engines.order_kill,
+        )
 
     async def _start_rollout(self, name: str) -> Child:
         """Start the process of the rollout shard ``name``."""

@@ -23,11 +23,12 @@ import msgspec
 from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.engine import AbortAllOf
-from headrace.base.types.messages.rollout import EngineLost, EngineSeen, StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EngineSeen, EnginesSeen, StartEpisodes, WithdrawEpisode
 from headrace.base.types.task import Task
+from headrace.engine.fleet import Fleet
 from headrace.launch.child import Child
+from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.rollout import RolloutClient
-from headrace.launch.engines import Engines
 from headrace.launch.supervision import Outage, SupervisionConfig, Supervisor
 from headrace.rollout import Withdrawal
 from headrace.rollout.siblings import OnEnded
@@ -56,12 +57,16 @@ class RolloutShards(Supervisor):
         config: SupervisionConfig,
         clock: Clock,
         *,
-        engines: Engines,
+        fleet: Fleet,
+        client: Callable[[str], EngineClient],
+        end_engine: Callable[[str, str], None],
     ) -> None:
-        """Make the supervisor of the shards ``names``, which ask ``engines``; none is started yet. The other arguments
-        are described at :class:`~headrace.launch.supervision.Supervisor`."""
+        """Make the supervisor of the shards ``names``, which ask the engines of ``fleet``; none is started yet.
+        ``client`` returns the controller's client of an engine. ``end_engine`` is called with the name of an engine
+        that is silent for too long, and with what is wrong. The other arguments are described at
+        :class:`~headrace.launch.supervision.Supervisor`."""
         super().__init__(start, names, config, clock)
-        self._engines = engines
+        self._fleet, self._engine, self._end_engine = fleet, client, end_engine
         self._ready: dict[str, RolloutClient] = {}
         self._changed = asyncio.Event()
         self._calls = itertools.count()
@@ -70,7 +75,9 @@ class RolloutShards(Supervisor):
         """The recorded tokens of each running episode, by the number of the sampled turn."""
         self._on_parts: Callable[[Sequence[TokenChunk]], None] = lambda _: None
         self._note: Callable[[str], None] = lambda _: None
-        engines.fleet.follow(self._engine_changed)
+        self._unseen: dict[str, None] = {}
+        """The names of the engines whose state has changed and that the shards have not been told."""
+        fleet.follow(self._engine_changed)
 
     def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
         """Call ``on_parts`` with the tokens of running turns that are to be recorded, and ``note`` with notes on
@@ -104,9 +111,8 @@ class RolloutShards(Supervisor):
     async def serve(self, child: Child, outage: Outage | None) -> None:
         """Tell a new shard the engines, and let it run episodes."""
         client = self._client(child.role)
-        client.on_parts, client.on_note, client.on_silent = self._grown, self._noted, self._engines.order_kill
-        for name in self._engines.fleet.names:
-            client.send(self._seen(name))
+        client.on_parts, client.on_note, client.on_silent = self._grown, self._noted, self._end_engine
+        client.send(EnginesSeen(engines=tuple(map(self._seen, self._fleet.names))))
         self._ready[child.role] = client
         if outage is not None:
             self.recovered(child.role, outage)
@@ -118,8 +124,8 @@ class RolloutShards(Supervisor):
         the number of its orders, which other shards continue."""
         client = self._client(name)
         self._ready.pop(name, None)
-        for engine in self._engines.fleet.names:
-            self._engines.client(engine).send(AbortAllOf(answers_to=client.answers_address))
+        for engine in self._fleet.names:
+            self._engine(engine).send(AbortAllOf(answers_to=client.answers_address))
         return client.lose()
 
     def _client(self, name: str) -> RolloutClient:
@@ -129,22 +135,30 @@ class RolloutShards(Supervisor):
         return peer
 
     def _engine_changed(self, name: str) -> None:
-        """Tell all shards the state of an engine that has changed."""
-        for client in self._ready.values():
-            client.send(self._seen(name))
+        """Tell the shards soon, with all others that change now, the state of an engine that has changed."""
+        if not self._unseen:
+            asyncio.get_running_loop().call_soon(self._tell_engines)
+        self._unseen[name] = None
 
-    def _seen(self, name: str) -> EngineSeen | EngineLost:
-        """Return the message to one shard about the state of an engine."""
-        seen = self._engines.fleet.seen(name)
+    def _tell_engines(self) -> None:
+        """Tell the shards the engines that have changed. They must know them before they get more episodes."""
+        names, self._unseen = self._unseen, {}
+        for client in self._ready.values() if names else ():
+            client.send(EnginesSeen(engines=tuple(map(self._seen, names))))
+
+    def _seen(self, name: str) -> EngineSeen:
+        """Return the state of an engine for one shard."""
+        seen = self._fleet.seen(name)
         if seen is None:
-            return EngineLost(name=name)
-        state, version = seen
+            return EngineSeen(name=name)
+        state, version, paused = seen
         return EngineSeen(
             name=name,
-            orders=self._engines.client(name).orders_address,
+            orders=self._engine(name).orders_address,
             first_request=next(self._clients) << REQUESTS_BITS,
             state=state.name,
             version=version,
+            paused=paused,
         )
 
     def _order(self, group: int, places: tuple[int, ...], task: Task) -> StartEpisodes:
@@ -181,6 +195,7 @@ class RolloutShards(Supervisor):
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
         """Run the episodes of ``order`` in one shard, and yield those that end until all have, or the shard dies."""
         client = await self._shard(order.group)
+        self._tell_engines()
         arrived, num_left = client.begin(order), len(order.places)
         if withdrawal is not None:
             key = EpisodeKey(order.group, order.places[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ def ended(run_dir: Path, steps: int) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.parametrize(("rollouts", "engines", "first"), [(1, 1, None), (2, 2, None), (2, 1, 3)])
+@pytest.mark.parametrize(("rollouts", "engines", "first"), [(1, 1, None), (2, 2, None)])
 def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
     rollouts: int, engines: int, first: int | None, tmp_path: Path, model_dir: Path
 ) -> None:
@@ -58,9 +57,9 @@ def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
     assert same_learner(tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "serial")
 
 
-@pytest.mark.parametrize("role", ["rollout-0", "rollout-1", "engine-1"])
+@pytest.mark.parametrize(("role", "rollouts"), [("rollout-0", 1), ("rollout-1", 2), ("engine-1", 2)])
 def test_a_run_whose_shard_or_engine_is_killed_loses_nothing_and_stays_the_same(
-    role: str, tmp_path: Path, model_dir: Path
+    role: str, rollouts: int, tmp_path: Path, model_dir: Path
 ) -> None:
     run_file = make_run(
         tmp_path,
@@ -68,7 +67,7 @@ def test_a_run_whose_shard_or_engine_is_killed_loses_nothing_and_stays_the_same(
         reward=SLOW_REWARD,
         engine={**LONG, "count": 2},
         flow={**FLOW, "max_age": 0, "record_tokens": 4},
-        launch={"rollouts": 2, "engine_threads": 2, "learner_threads": 1},
+        launch={"rollouts": rollouts, "engine_threads": 2, "learner_threads": 1},
         run={"dir": "run", "steps": 10, "checkpoint_every": 10},
     )
     run_dir = tmp_path / "run"
@@ -77,9 +76,13 @@ def test_a_run_whose_shard_or_engine_is_killed_loses_nothing_and_stays_the_same(
         pid = components(run_dir)[role]
         os.kill(pid, signal.SIGKILL)
         assert life.rest(120.0) == first_words(run_file)
-    (recovery,) = ended(run_dir, 10)["recoveries"]
-    assert recovery.startswith(f"{role} (pid {pid}) was killed by SIGKILL")
-    assert "; it serves again after " in "".join(life.lines)
+    summary, said = ended(run_dir, 10), "".join(life.lines)
+    assert f"{role} (pid {pid}) was killed by SIGKILL" in said
+    assert "it is started again, its " in said
+    if rollouts == 1:  # nothing can go on before it is there again
+        (recovery,) = summary["recoveries"]
+        assert recovery.startswith(f"{role} (pid {pid}) was killed by SIGKILL")
+        assert "; it serves again after " in said
     status = json.loads(verb("status", run_dir, "--json"))
     assert {part["role"]: part["restarts"] for part in status["components"]}[role] == 1
     SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")

@@ -94,17 +94,19 @@ class Fleet:
         in a way that matters to the choice of an engine (:meth:`seen`)."""
         self._on_member = on_member
 
-    def seen(self, name: str) -> tuple[EngineState, int] | None:
-        """Return the state of the engine ``name`` and the version that it uses; ``None`` if it is absent."""
+    def seen(self, name: str) -> tuple[EngineState, int, bool] | None:
+        """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
+        is absent."""
         state = self._router.state(name)
-        return None if state is None else (state, self._members[name].version)
+        return None if state is None else (state, self._members[name].version, self._paused is not None)
 
-    def mirror(self, name: str, state: EngineState, version: int) -> None:
-        """Give the engine ``name`` the state that it has in another fleet, which commits versions to it. Nothing
-        happens if the engine is absent."""
+    def mirror(self, name: str, state: EngineState, version: int, *, paused: bool) -> None:
+        """Give the engine ``name`` the state that it has in another fleet, which commits versions to it and may pause
+        it. Nothing happens if the engine is absent."""
         member = self._members.get(name)
         if member is None:
             return
+        self._paused = False if paused else None
         member.version = version
         self.version = max(self.version, version)
         if state is EngineState.JOINING:
@@ -465,7 +467,7 @@ class Fleet:
         of those have died, stage it on others first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
-            self._paused = None
+            self._set_paused(None)
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
             gate = asyncio.Semaphore(self._at_once(mode))
@@ -484,12 +486,12 @@ class Fleet:
     async def pause(self, *, release: bool = False) -> None:
         """Stop all engines between two steps, also those that join later; with ``release``, they free the memory of
         their caches."""
-        self._paused = release
+        self._set_paused(release)
         await self._all(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         """Let all engines continue after :meth:`pause`."""
-        self._paused = None
+        self._set_paused(None)
         await self._all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
@@ -506,6 +508,12 @@ class Fleet:
             member.missed = "" if is_new else member.missed
             if why := update.missed.get(member.address):
                 self._mark_missed(member, why)
+
+    def _set_paused(self, paused: bool | None) -> None:
+        """Note that the engines are paused, with the memory of their caches released or not, or (``None``) resumed."""
+        self._paused = paused
+        for name in self._members:
+            self._on_member(name)
 
     def _at_once(self, mode: Interrupt) -> int:
         """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` says; unset, all if

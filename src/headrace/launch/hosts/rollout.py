@@ -12,8 +12,8 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.messages.controller import Chunks, EngineSilent, EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import (
     EndCall,
-    EngineLost,
     EngineSeen,
+    EnginesSeen,
     Message,
     StartEpisodes,
     WithdrawEpisode,
@@ -94,10 +94,9 @@ class RolloutShard:
     def handle(self, order: Message, calls: asyncio.TaskGroup) -> None:
         """Carry out an order; episodes run as tasks of ``calls``."""
         match order:
-            case EngineSeen():
-                self._see(order)
-            case EngineLost(name=name):
-                self._lose(name)
+            case EnginesSeen(engines=engines):
+                for seen in engines:
+                    self._see(seen)
             case StartEpisodes():
                 for place in order.places:
                     self._running[EpisodeKey(order.group, place)] = Withdrawal()
@@ -112,6 +111,9 @@ class RolloutShard:
 
     def _see(self, seen: EngineSeen) -> None:
         """Take over the state of an engine from the controller's fleet."""
+        if not seen.state:
+            self._lose(seen.name)
+            return
         if seen.name not in self._clients:
             client = EngineClient(
                 seen.name,
@@ -124,7 +126,7 @@ class RolloutShard:
             )
             self._clients[seen.name] = self._by_number[seen.first_request >> REQUESTS_BITS] = client
             self.fleet.join(seen.name, client)
-        self.fleet.mirror(seen.name, EngineState[seen.state], seen.version)
+        self.fleet.mirror(seen.name, EngineState[seen.state], seen.version, paused=seen.paused)
 
     def _lose(self, name: str) -> None:
         """Remove an engine that has died; its requests continue on other engines."""

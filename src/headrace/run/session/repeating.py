@@ -128,6 +128,9 @@ class ReplayRecording:
             raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
             raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+        if config.launch.rollouts:
+            raise _refused(run_dir, f"launch.rollouts={config.launch.rollouts}, and the order of the messages of several "
+                           "processes to its engine is not recorded")
         conservation = ledger.conservation()
         by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
         if by_clock:

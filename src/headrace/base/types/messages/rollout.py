@@ -7,27 +7,31 @@ import msgspec
 from headrace.base.types.episode import EpisodeKey, TokenChunk
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.task import Task
+from headrace.base.types.versions import NOT_SAMPLED
 
 
-class EngineSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The state of an engine of the run, as the controller's fleet sees it. The first message about a name says that
-    the engine may be asked."""
+class EngineSeen(msgspec.Struct, frozen=True, kw_only=True):
+    """The state of an engine of the run, as the controller's fleet sees it. The first record of a name says that the
+    engine may be asked."""
 
     name: str
-    orders: str
+    orders: str = ""
     """The address at which the engine receives orders on this machine."""
-    first_request: int
+    first_request: int = 0
     """The number of the first request to a new engine. The 2³² numbers from there on belong to this shard."""
-    state: str
-    """The name of its :class:`~headrace.engine.fleet.router.EngineState`."""
-    version: int
+    state: str = ""
+    """The name of its :class:`~headrace.engine.fleet.router.EngineState`; empty: it has left the run, and its sequences
+    continue on other engines."""
+    version: int = NOT_SAMPLED
     """The version of the weights that it uses."""
+    paused: bool = False
+    """Whether it is paused, so that it need not send anything."""
 
 
-class EngineLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message that an engine has left the run. Its sequences continue on others."""
+class EnginesSeen(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The message about engines whose state has changed."""
 
-    name: str
+    engines: tuple[EngineSeen, ...]
 
 
 class StartEpisodes(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -61,4 +65,4 @@ class EndCall(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The number of that order."""
 
 
-Message = EngineSeen | EngineLost | StartEpisodes | WithdrawEpisode | EndCall | Shutdown
+Message = EnginesSeen | StartEpisodes | WithdrawEpisode | EndCall | Shutdown
