@@ -62,6 +62,8 @@ class RolloutShard:
         clock = RealClock()
         self.fleet = Fleet(clock, end=self._report_silence)
         self._clients: dict[str, EngineClient] = {}
+        self._addresses: dict[str, str] = {}
+        """The address at which each engine receives orders; that of an engine's next process is another one."""
         self._by_number: dict[int, EngineClient] = {}
         """The clients by the upper bits of their requests' numbers."""
         self._turns = RunningTurns(
@@ -111,10 +113,13 @@ class RolloutShard:
 
     def _see(self, seen: EngineSeen) -> None:
         """Take over the state of an engine from the controller's fleet."""
-        if not seen.state:
+        known = self._addresses.get(seen.name)
+        if known is not None and known != seen.orders:  # it has left, or another process has its name
             self._lose(seen.name)
+        if not seen.state:
             return
         if seen.name not in self._clients:
+            self._addresses[seen.name] = seen.orders
             client = EngineClient(
                 seen.name,
                 DirectOrders(seen.orders),
@@ -130,9 +135,8 @@ class RolloutShard:
 
     def _lose(self, name: str) -> None:
         """Remove an engine that has died; its requests continue on other engines."""
-        client = self._clients.pop(name, None)
-        if client is None:
-            return
+        client = self._clients.pop(name)
+        del self._addresses[name]
         self._by_number = {number: other for number, other in self._by_number.items() if other is not client}
         self.fleet.leave(name)
         client.close()
