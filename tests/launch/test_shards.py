@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from headrace.base.clock import RealClock
+from headrace.base.errors import ComponentDied
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk
 from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import Shutdown
@@ -142,7 +143,7 @@ class World:
             end_engine=lambda name, problem: pytest.fail(problem),
         )
         self.shards.send_recoveries_to(self.recoveries.append)
-        self.shards.connect(self.parts.extend, lambda text: pytest.fail(text))
+        self.shards.connect(self.parts.extend, pytest.fail)
 
     async def start_engine(self, name: str, listening: asyncio.TaskGroup) -> None:
         """Start an engine that joins the fleet."""
@@ -221,53 +222,66 @@ def refuse_wrong(episode: EpisodeGraph) -> None:
         assert (episode.status, episode.cause) == (EpisodeStatus.LEFT_OUT, "enough")
 
 
+async def kill_shards(made: World, rng: random.Random) -> None:
+    """Kill a shard that runs episodes, again and again."""
+    while True:
+        await asyncio.sleep(rng.random() * 0.2)
+        busy = [child for child in made.shards.children.values() if child.peer.awaits_answer]
+        if busy and len(made.recoveries) < 12:
+            with suppress(ProcessLookupError):  # its death is not known yet
+                os.kill(rng.choice(busy).pid, signal.SIGKILL)
+
+
+async def replace_engine(made: World, group: asyncio.TaskGroup) -> None:
+    """Let an engine die in the eyes of the controller, though its last answers still come, and start another."""
+    made.fleet.leave("engine-0")
+    made.clients.pop("engine-0").end(ComponentDied("dead", remedy="none"))
+    await made.start_engine("engine-0", group)
+
+
+async def run_alone(made: World, number: int, rng: random.Random) -> list[EpisodeGraph]:
+    """Run the episodes of a group one by one, of which one is withdrawn at some time."""
+    handles = [Withdrawal() for _ in range(SIZE)]
+    async with asyncio.TaskGroup() as alone:
+        runs = [
+            alone.create_task(made.shards.run_episode(EpisodeKey(number, place), task_of(number), handle))
+            for place, handle in enumerate(handles)
+        ]
+        await asyncio.sleep(rng.random() * 0.1)
+        handles[0].withdraw("enough")
+    return [each.result() for each in runs]
+
+
 @pytest.mark.timeout(300)
 def test_episodes_end_once_with_their_own_tokens_while_shards_and_engines_are_killed(tmp_path: Path) -> None:
     rng = random.Random(7)
     ended: list[EpisodeGraph] = []
 
-    async def run() -> None:
-        async with asyncio.timeout(DEADLINE_S), world(tmp_path, 1) as (made, group):
-            killing = group.create_task(kill_shards(made))
-            for first in range(0, 48, 12):
-                async with asyncio.TaskGroup() as groups:
-                    for number in range(first, first + 12):
-                        groups.create_task(run_group(made, number))
-                if first == 12:  # an engine dies in the eyes of the controller, and its last answers still come
-                    made.fleet.leave("engine-0")
-                    made.clients.pop("engine-0").end(RuntimeError("dead"))  # type: ignore[arg-type]
-                    await made.start_engine("engine-0", group)
-            killing.cancel()
-            assert len(made.recoveries) >= 2
-            assert any(core.aborted for core in made.cores), "nothing ran when a shard was killed"
-
     async def run_group(made: World, number: int) -> None:
-        """All episodes of a group, together or one by one; one of these is withdrawn at some time."""
+        """All episodes of a group, together or one by one."""
 
         async def take(episodes: Sequence[EpisodeGraph]) -> None:
             ended.extend(episodes)
 
         if number % 3:
             await made.shards.run_group(number, SIZE, task_of(number), take)
-            return
-        handles = [Withdrawal() for _ in range(SIZE)]
-        async with asyncio.TaskGroup() as alone:
-            runs = [
-                alone.create_task(made.shards.run_episode(EpisodeKey(number, place), task_of(number), handle))
-                for place, handle in enumerate(handles)
-            ]
-            await asyncio.sleep(rng.random() * 0.1)
-            handles[0].withdraw("enough")
-        ended.extend(each.result() for each in runs)
+        else:
+            ended.extend(await run_alone(made, number, rng))
 
-    async def kill_shards(made: World) -> None:
-        """Kill a shard that runs episodes, again and again."""
-        while True:
-            await asyncio.sleep(rng.random() * 0.2)
-            busy = [child for child in made.shards.children.values() if child.peer.awaits_answer]
-            if busy and len(made.recoveries) < 12:
-                with suppress(ProcessLookupError):  # its death is not known yet
-                    os.kill(rng.choice(busy).pid, signal.SIGKILL)
+    async def run_groups(made: World, numbers: range) -> None:
+        async with asyncio.TaskGroup() as groups:
+            for number in numbers:
+                groups.create_task(run_group(made, number))
+
+    async def run() -> None:
+        async with asyncio.timeout(DEADLINE_S), world(tmp_path, 1) as (made, group):
+            killing = group.create_task(kill_shards(made, rng))
+            await run_groups(made, range(24))
+            await replace_engine(made, group)
+            await run_groups(made, range(24, 48))
+            killing.cancel()
+            assert len(made.recoveries) >= 2
+            assert any(core.aborted for core in made.cores), "nothing ran when a shard was killed"
 
     asyncio.run(run())
     keys = sorted(episode.key for episode in ended)

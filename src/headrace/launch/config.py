@@ -224,8 +224,8 @@ class LaunchConfig(Section):
             )
         if self.remote and self.rollouts:
             raise ConfigError(
-                f"launch.rollouts={self.rollouts}, and with launch.kind={self.kind!r} engines may be on other machines, "
-                "where they cannot answer shards of this one",
+                f"launch.rollouts={self.rollouts}, and with launch.kind={self.kind!r} engines may be on other "
+                "machines, where they cannot answer shards of this one",
                 remedy="leave launch.rollouts out, or set launch.kind = 'local'",
             )
         if self.remote and self.lend_cores:

@@ -168,27 +168,34 @@ class RolloutShards(Supervisor):
     async def _run(
         self, order: StartEpisodes, withdrawal: Withdrawal | None = None, begun: Sequence[TokenChunk] = ()
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
-        """Run the episodes of ``order``, in one shard after the other where shards die, and yield those that have ended
-        together. ``begun`` are recorded tokens of their turns; ``withdrawal`` may end an episode that is alone."""
-        left = dict.fromkeys(order.places)
-        keys = [EpisodeKey(order.group, place) for place in left]
+        """Run the episodes of ``order``, and yield those that have ended together. ``begun`` are recorded tokens of
+        their turns; ``withdrawal`` may end an episode that is alone."""
+        keys = [EpisodeKey(order.group, place) for place in order.places]
         self._recorded.update({key: {} for key in keys})
         for part in begun:
             self._recorded[part.key][part.turn] = [part]
         try:
-            while left:
-                recorded = tuple(TokenChunk.joined(turn) for key in keys for turn in self._recorded[key].values())
-                order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(left), begun=recorded)
-                async with aclosing(self._run_in_one(order, withdrawal)) as batches:
-                    async for episodes in batches:
-                        for episode in episodes:
-                            del left[episode.key.place]
-                            self._recorded[episode.key].clear()
-                        yield episodes
-                order = msgspec.structs.replace(order, together=False)
+            async with aclosing(self._run_in_turn(order, withdrawal)) as batches:
+                async for episodes in batches:
+                    yield episodes
         finally:
             for key in keys:
                 del self._recorded[key]
+
+    async def _run_in_turn(
+        self, order: StartEpisodes, withdrawal: Withdrawal | None
+    ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
+        """Run the episodes of ``order`` in one shard after the other where shards die, each from its recorded tokens,
+        and yield those that have ended together."""
+        left = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
+        while left:
+            begun = tuple(TokenChunk.joined(turn) for recorded in left.values() for turn in recorded.values())
+            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(left), begun=begun)
+            async with aclosing(self._run_in_one(order, withdrawal)) as batches:
+                async for episodes in batches:
+                    _remove(left, episodes)
+                    yield episodes
+            order = msgspec.structs.replace(order, together=False)
 
     async def _run_in_one(
         self, order: StartEpisodes, withdrawal: Withdrawal | None
@@ -234,3 +241,10 @@ class RolloutShards(Supervisor):
         """Wake the tasks that wait for shards."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+
+def _remove(left: dict[int, dict[int, list[TokenChunk]]], episodes: Sequence[EpisodeGraph]) -> None:
+    """Remove ``episodes``, which have ended, from those that are left, by their index in the group, and drop their
+    recorded tokens, which are the values."""
+    for episode in episodes:
+        left.pop(episode.key.place).clear()

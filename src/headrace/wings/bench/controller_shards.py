@@ -19,7 +19,7 @@ from headrace.launch.supervision import SupervisionConfig
 
 
 def open_shards(
-    count: int, sampling: Sampling, fleet: Fleet, clients: Sequence[EngineClient], directory: Path, token: str
+    count: int, sampling: Sampling, fleet: Fleet, clients: Sequence[EngineClient], directory: Path, *, token: str
 ) -> RolloutShards:
     """Return ``count`` rollout shards, which are not started yet and sample with ``sampling`` from the engines of
     ``fleet``, whose ``clients`` the controller has. ``directory`` has their sockets, and ``token`` is the secret of the

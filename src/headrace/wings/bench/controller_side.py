@@ -213,7 +213,7 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLear
         if spec.get("rollouts"):  # an earlier version of the package has no shards
             from headrace.wings.bench.controller_shards import open_shards
 
-            shards = open_shards(spec["rollouts"], parts.sampling, fleet, clients, directory, token)
+            shards = open_shards(spec["rollouts"], parts.sampling, fleet, clients, directory, token=token)
             await shards.start()
             for child in shards.children.values():
                 ends.push_async_callback(child.kill)
