@@ -20,7 +20,7 @@ import msgspec
 from headrace.base.errors import DataError, LedgerError, RunError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, Turn
 from headrace.base.types.group import GroupState
-from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
+from headrace.base.types.messages import controller, engine, environment, learner, node, rollout, scorer
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Move, Operation, Submit
@@ -42,6 +42,7 @@ MESSAGES = {
     "messages to the engine": engine.Message,
     "messages to the learner": learner.Message,
     "messages to the scorer": scorer.Message,
+    "messages to a rollout shard": rollout.Message,
     "messages to the environment": environment.Message,
     "messages to a machine that has joined": node.Message,
     "knocks of machines that want to": node.JoinRequest,

@@ -6,8 +6,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from headrace.base.clock import Clock
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import Credit, ScoredGroup
 from headrace.base.types.task import Task
@@ -17,10 +19,11 @@ from headrace.control.board import Standstill
 from headrace.control.teaching import Teachers
 from headrace.engine import Engine, EngineSet
 from headrace.learner import Learner
-from headrace.rollout import UNLIMITED, Chat, EpisodeLimits
+from headrace.rollout import UNLIMITED, Chat, EpisodeLimits, Withdrawal
 from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import Environment
 from headrace.rollout.scoring import Scorer, TurnScorer
+from headrace.rollout.siblings import OnEnded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +72,26 @@ class Serving:
         return self.work_signs() + sum(engine.stats().steps for engine in (self.engine, *self.agents.engines.values()))
 
 
+class EpisodeShards(Protocol):
+    """Processes that run the episodes of training beside the controller. They give the same episodes as
+    :class:`~headrace.rollout.EpisodeRunner` and :class:`~headrace.rollout.siblings.SiblingRunner`."""
+
+    def connect(self, on_parts: Callable[[Sequence[TokenChunk]], None], note: Callable[[str], None]) -> None:
+        """Call ``on_parts`` with the tokens of running turns that the ledger is to record, and ``note`` with notes on
+        unusual events, from now on."""
+        ...
+
+    async def run_episode(
+        self, key: EpisodeKey, task: Task, withdrawal: Withdrawal, begun: Sequence[TokenChunk] = ()
+    ) -> EpisodeGraph:
+        """Run one episode of ``task``, which continues from the recorded tokens ``begun``, and return it."""
+        ...
+
+    async def run_group(self, number: int, size: int, task: Task, on_ended: OnEnded) -> None:
+        """Run all ``size`` episodes of the group ``number``. ``on_ended`` is called with those that end together."""
+        ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Components(Serving):
     """The components of one run, with those for training: fakes, processes of this machine, or processes of a
@@ -87,5 +110,7 @@ class Components(Serving):
     """The teachers that score the tokens of answers while rewards are computed; ``None``: there are none."""
     engine_set: EngineSet | None = None
     """The set of engines behind ``engine``, which may leave and join; ``None``: there is one engine, which stays."""
+    shards: EpisodeShards | None = None
+    """The processes that run episodes; ``None``: they run in the controller."""
     interrupt: Interrupt = Interrupt.INFLIGHT
     """What happens to running sequences when new weights are committed."""

@@ -87,7 +87,7 @@ class Flow:
         held back until a certain time."""
         self._writer = writer
         self._clock = clock
-        self.running_turns = RunningTurns(writer, clock, most=config.record_tokens)
+        self.running_turns = RunningTurns(writer.write, clock, most=config.record_tokens)
         self._last_step = last_step
         self._pick_row = pick_row
         self.columns = columns

@@ -78,6 +78,16 @@ def local_addresses(directory: Path, part: str) -> ChannelAddresses:
     return ChannelAddresses(orders=f"ipc://{directory / part}.orders", reports=f"ipc://{directory / part}.reports")
 
 
+def answers_address(addresses: ChannelAddresses) -> str:
+    """Return the address at which a process of this machine, whose channel has ``addresses``, receives the answers of
+    engines that it asks by itself.
+
+    >>> answers_address(ChannelAddresses(orders="ipc:///x/rollout-0.3.orders", reports="ipc:///x/rollout-0.3.reports"))
+    'ipc:///x/rollout-0.3.answers'
+    """
+    return f"{addresses.reports.removesuffix('.reports')}.answers"
+
+
 class OrdersEnd(Protocol):
     """The controller's end of a channel to one part, as a client uses it."""
 
@@ -130,6 +140,7 @@ class PartChannel:
         """``on_broken`` is called, in another thread, when a connection to another machine breaks; from then on
         :meth:`send` raises ``zmq.Again``. Without ``on_broken`` this process is killed at once, with everything it has
         started."""
+        self.addresses = addresses
         self._codec = MessageCodec(receives)
         self._context = zmq.Context()
         self._orders = _socket(self._context, zmq.PULL)
@@ -142,6 +153,8 @@ class PartChannel:
         self._sending = threading.Lock()
         self._parts: dict[str, zmq.Socket[bytes]] = {}
         """The sockets that send orders to other parts, by their addresses."""
+        self._readers: dict[str, zmq.Socket[bytes]] = {}
+        """The sockets that send answers to other processes than the controller, by their addresses."""
         if on_broken is not None:
             self._reports.setsockopt(zmq.SNDTIMEO, SEND_TIMEOUT_S * 1000)
         if self._far is None:
@@ -188,6 +201,20 @@ class PartChannel:
                 self._parts[orders].connect(orders)
             self._parts[orders].send(data, zmq.NOBLOCK)
 
+    def answer(self, reader: str, message: Any) -> None:
+        """Send ``message`` to another process of this machine, which receives answers at the address ``reader``; one
+        thread may call this. It waits while that process has :data:`MAX_QUEUED` messages to read, as :meth:`send`
+        does for the controller."""
+        if reader not in self._readers:
+            self._readers[reader] = _socket(self._context, zmq.PUSH)
+            self._readers[reader].connect(reader)
+        self._readers[reader].send(self._codec.encode(message))
+
+    def forget_reader(self, reader: str) -> None:
+        """Drop the messages that the process at the address ``reader`` has not received, because it has died."""
+        if reader in self._readers:
+            self._readers.pop(reader).close(0)
+
     def send_to_self(self, message: Any) -> None:
         """Queue ``message`` among the orders of this part, and wake its loop; any thread may call this."""
         data = self._codec.encode(message)
@@ -202,7 +229,7 @@ class PartChannel:
         with self._sending_to_self:
             self._to_self.close(0)
         self._orders.close(0)
-        for socket in (self._reports, *self._parts.values()):
+        for socket in (self._reports, *self._parts.values(), *self._readers.values()):
             socket.close(DELIVERY_MS)
         self._context.term()
 
@@ -313,6 +340,63 @@ class ControllerChannel:
             raise RunError(
                 f"{self._part} sent something that is not a message: {error}", remedy="look at its log"
             ) from error
+
+
+class AnswerListener:
+    """The socket at which a process of this machine receives the answers of all engines that it asks by itself.
+    ``receives`` is the type of these messages. Raises :class:`~headrace.base.errors.RunError` if it cannot be made."""
+
+    def __init__(self, address: str, receives: Any) -> None:
+        """Listen at ``address``. The socket belongs to the event loop that first receives."""
+        self._codec = MessageCodec(receives)
+        self._socket = _socket(_controller_context(), zmq.PULL)
+        self._arrivals = _Arrivals(self._socket)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            raise RunError(
+                f"answers of engines cannot be received at {address}: {error}", remedy="make room in that directory"
+            ) from None
+
+    async def receive(self) -> list[Any]:
+        """Wait until an engine has sent a message, and return all messages that have arrived, at most
+        :data:`MAX_AT_ONCE`."""
+        return [self._codec.decode(data) for data in await self._arrivals.take()]
+
+    def close(self) -> None:
+        """Close the socket at once; messages that were not received are lost."""
+        self._arrivals.close()
+        self._socket.close(0)
+
+
+class DirectOrders:
+    """The end of a channel by which a process that is not the controller sends orders to an engine of its machine
+    (:class:`OrdersEnd`). What the engine answers comes to an :class:`AnswerListener`."""
+
+    local_orders = ""
+    """Always empty: weights are announced by the learner and the controller alone."""
+
+    def __init__(self, address: str) -> None:
+        """Send to the engine that receives orders at ``address``."""
+        self._codec = MessageCodec(Any)
+        self._socket = _socket(_controller_context(), zmq.PUSH)
+        self._socket.connect(address)
+
+    def send(self, message: Any) -> None:
+        """Queue the order ``message`` without waiting. Raises :class:`~headrace.base.errors.RunError` if
+        :data:`MAX_QUEUED` orders wait."""
+        try:
+            self._socket.send(self._codec.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise RunError(f"an engine has not read its last {MAX_QUEUED} orders", remedy="look at its log") from None
+
+    async def receive(self) -> list[Any]:
+        """Return no messages, since the engine answers elsewhere."""
+        return []
+
+    def close(self) -> None:
+        """Close the socket at once; orders that are queued are lost."""
+        self._socket.close(0)
 
 
 def require_key(*sockets: Any, max_bytes: int | None = None) -> str:

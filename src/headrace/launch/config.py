@@ -163,11 +163,16 @@ class LaunchConfig(Section):
     join: str = ""
     """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
     ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
+    rollouts: int = Field(default=0, ge=0, le=64)
+    """Number of rollout shards: processes of this machine that run the episodes of training. 0: they run in the
+    controller. The tokens do not depend on it. With several, the chunks of answers do not pass through the controller,
+    which one process of a thousand engines or of long answers is too slow for. Only with ``kind = "local"`` and
+    ``env.kind = "single_turn"``; evaluations stay in the controller."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a part may take to load its model and report; and, before that, to find room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)
-    """Number of times that engines which died are started again within ten minutes. The next death ends the run; with
-    0, every death does."""
+    """Number of times that engines which died are started again within ten minutes; rollout shards are as often. The
+    next death ends the run; with 0, every death does."""
     learner_restarts: int = Field(default=0, ge=0)
     """Number of times that a run continues by itself from its last snapshot when its learner, or a rank of it, has
     died. All parts are started again, and answers continue from the tokens that had been streamed. The next death ends
@@ -216,6 +221,12 @@ class LaunchConfig(Section):
             raise ConfigError(
                 f"launch.ray.{changed[0]} is set, and launch.kind={self.kind!r} uses no Ray cluster",
                 remedy="set launch.kind = 'ray', or leave [launch.ray] out",
+            )
+        if self.remote and self.rollouts:
+            raise ConfigError(
+                f"launch.rollouts={self.rollouts}, and with launch.kind={self.kind!r} engines may be on other "
+                "machines, where they cannot answer shards of this one",
+                remedy="leave launch.rollouts out, or set launch.kind = 'local'",
             )
         if self.remote and self.lend_cores:
             raise ConfigError(

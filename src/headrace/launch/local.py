@@ -8,6 +8,7 @@ controller ──orders──▶ engine     makes steps                ◀─┐
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers, by default in shared memory
     │                  learner-n  its other ranks, which get the orders from it
     │      ──orders──▶ scorer-n   calls the reward function
+    │      ──orders──▶ rollout-n  runs episodes, with ``launch.rollouts``
     └── holds a pipe to each process: when the controller dies, they die
 """
 
@@ -30,11 +31,13 @@ from headrace.control.teaching import TeacherClient, Teachers
 from headrace.engine.remote import RemoteEngine
 from headrace.launch.child import LAST_WORDS_S, Child, Rendezvous
 from headrace.launch.clients import EngineClient, EnvPool, ScoringStage
+from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.config import INVITATION_FILE, LAUNCHERS
-from headrace.launch.engines import REMEDY, Engines
+from headrace.launch.engines import Engines
 from headrace.launch.environments import JOINING, JoinServer, environment_pool, environment_start, episode_limits
 from headrace.launch.order import LaunchedRun, LaunchOrder
 from headrace.launch.processes import Processes, open_directories
+from headrace.launch.supervision import REMEDY, Supervisor
 from headrace.launch.vitals import Vitals
 from headrace.models.settings import read_config
 from headrace.rollout.agents import Agents
@@ -61,8 +64,10 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         processes.refuse_little_room()
         pool, envs = _scorers(processes), environment_pool(processes)
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
+        rollouts = processes.rollouts(engines)
         serving = [engines, *agents.values(), *teachers.values()]
-        for each in serving:
+        supervised: list[Supervisor] = [*serving, *([] if rollouts is None else [rollouts])]
+        for each in supervised:
             await each.start()
         learner_client = await processes.start_learner()
         learner_client.receivers, learner_client.lacking = engines.addresses, engines.lacking
@@ -70,9 +75,10 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         if engines.fleet.commits_when_staged(order.sync.interrupt):
             learner_client.commit_when_staged = order.sync.interrupt
         vitals = _vitals(processes)
-        async with _watched(processes, serving, pool, envs, join_server, vitals=vitals):
+        async with _watched(processes, supervised, pool, envs, join_server, vitals=vitals):
             parts = Components(
                 **_serving(order, engines, agents, pool, envs),
+                shards=rollouts,
                 work_signs=lambda: vitals.num_work_signs,
                 standstills=vitals.standstills,
                 teachers=_teachers(order, teachers),
@@ -85,10 +91,10 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
             )
             yield LaunchedRun(
                 parts=parts,
-                components=lambda: processes.components(_restarts(serving)),
+                components=lambda: processes.components(_restarts(supervised)),
                 send_warnings_to=partial(_send_warnings, pool, envs),
                 send_signs_to=vitals.send_messages_to,
-                send_recoveries_to=partial(_send_recoveries, serving),
+                send_recoveries_to=partial(_send_recoveries, supervised),
                 facts=processes.facts,
             )
 
@@ -138,7 +144,7 @@ async def _launched(order: LaunchOrder) -> AsyncIterator[Processes]:
 @asynccontextmanager
 async def _watched(
     processes: Processes,
-    engines: Sequence[Engines],
+    supervised: Sequence[Supervisor],
     pool: ScoringStage,
     envs: EnvPool | None,
     join_server: JoinServer | None,
@@ -147,19 +153,20 @@ async def _watched(
 ) -> AsyncIterator[None]:
     """Supervise the processes of a run: wait until all of them are ready, then run the body of the ``with`` statement.
     The death of the learner, an engine that is lost for good, or workers that cannot be kept running cancel the body,
-    and the error is raised. Engines and workers that die may be started again, while the body continues.
+    and the error is raised. Engines, shards and workers that die may be started again, while the body continues.
 
-    ``engines`` has the supervisor of the policy's engines and those of the engines of agents and teachers. ``pool`` and
-    ``envs`` have the scoring and the environment workers, and ``vitals`` warns of processes that make no progress.
-    ``envs`` is ``None`` for an environment without workers, ``join_server`` for a run that other machines cannot join.
+    ``supervised`` has the supervisors of the policy's engines, of the engines of agents and teachers, and of the
+    shards. ``pool`` and ``envs`` have the scoring and the environment workers, and ``vitals`` warns of processes that
+    make no progress. ``envs`` is ``None`` for an environment without workers, ``join_server`` for a run that other
+    machines cannot join.
     """
-    watched = [child for child in processes.children if not isinstance(child.peer, EngineClient)]
+    watched = [child for child in processes.children if not isinstance(child.peer, EngineClient | RolloutClient)]
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(child.peer.listen()) for child in watched]
         ranks = [child for child in watched if child.role.startswith("learner")]
         others = [[child] for child in watched if child not in ranks]
         tasks += [group.create_task(_watch(part)) for part in (*others, ranks) if part]
-        tasks += [group.create_task(each.run()) for each in engines] + [group.create_task(pool.run())]
+        tasks += [group.create_task(each.run()) for each in supervised] + [group.create_task(pool.run())]
         tasks.append(group.create_task(vitals.watch()))
         if envs is not None:
             tasks.append(group.create_task(envs.keep()))
@@ -173,9 +180,9 @@ async def _watched(
         await _all_ready(watched, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
             await _environments_ready(envs, processes.order)
-        for each in engines:
+        for each in supervised:
             # an engine joins its fleet as soon as it is ready; weights go only to engines that have joined
-            await each.fleet.wait_until_complete()
+            await each.wait_until_complete()
         starting.cancel()
         yield
         for task in tasks:
@@ -220,14 +227,14 @@ def _vitals(processes: Processes) -> Vitals:
     )
 
 
-def _restarts(engines: Sequence[Engines]) -> Counter[str]:
-    """Return the number of times that each engine process was started again, by its name."""
-    return sum((each.restarts for each in engines), Counter[str]())
+def _restarts(supervised: Sequence[Supervisor]) -> Counter[str]:
+    """Return the number of times that each engine and shard was started again, by its name."""
+    return sum((each.restarts for each in supervised), Counter[str]())
 
 
-def _send_recoveries(engines: Sequence[Engines], on_recovery: Callable[[Recovery], None]) -> None:
-    """Let all supervisors of engines report later deaths and recoveries of engines to ``on_recovery``."""
-    for each in engines:
+def _send_recoveries(supervised: Sequence[Supervisor], on_recovery: Callable[[Recovery], None]) -> None:
+    """Let all supervisors report later deaths and recoveries to ``on_recovery``."""
+    for each in supervised:
         each.send_recoveries_to(on_recovery)
 
 

@@ -86,6 +86,10 @@ class LaunchOrder:
     """Called with the spans (times of activity) that the parts report."""
     on_event: Callable[[Event], None]
     """Called with events that are worth a line for the user."""
+    run_seed: int = 0
+    """``run.seed``, from which the seeds of all episodes follow."""
+    record_tokens: int = 0
+    """``flow.record_tokens``: the number of tokens of each running turn that a crash may lose; 0 records none."""
     stall_timeout_s: float = 300.0
     """``run.stall_timeout_s``, in seconds; a warning names a process that makes no progress before it has passed."""
     branch_weight: float = 1.0

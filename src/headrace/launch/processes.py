@@ -29,21 +29,25 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous, Starter
 from headrace.launch.clients import EngineClient, EnvPeer, LearnerClient, RankClient
 from headrace.launch.clients.peer import ForeignPeer, Peer
-from headrace.launch.engines import Engines, SupervisionConfig, engine_names
+from headrace.launch.clients.rollout import RolloutClient
+from headrace.launch.engines import Engines, engine_names
 from headrace.launch.interleaving import interleaving_file
 from headrace.launch.leases import Lease, sweep
 from headrace.launch.lending import make_activity_file
 from headrace.launch.order import ComponentStatus, Facts, LaunchOrder
+from headrace.launch.rollouts import RolloutShards, shard_names
 from headrace.launch.starts import (
     EngineStart,
     EnvironmentStart,
     LearnerStart,
     Lending,
     ResourceLimits,
+    RolloutStart,
     ScorerStart,
     Start,
     StoreStart,
 )
+from headrace.launch.supervision import SupervisionConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import Devices
 from headrace.rollout.scoring import AnyReward
@@ -102,24 +106,72 @@ class Processes:
             for name, teacher in self.order.teachers.items()
         }
 
+    def rollouts(self, engines: Engines) -> RolloutShards | None:
+        """Return the supervisor of the rollout shards, which ask ``engines`` and are not started yet; ``None`` for a
+        run whose episodes run in the controller."""
+        names = shard_names(self.order.launch.rollouts)
+        if not names:
+            return None
+        return RolloutShards(
+            self._start_rollout,
+            names,
+            self._supervision(),
+            RealClock(),
+            fleet=engines.fleet,
+            client=engines.client,
+            end_engine=engines.order_kill,
+        )
+
+    async def _start_rollout(self, name: str) -> Child:
+        """Start the process of the rollout shard ``name``."""
+        order = self.order
+        start = RolloutStart(
+            sampling=order.sampling,
+            run_seed=order.run_seed,
+            limits={
+                "max_context": order.max_context,
+                "max_turns": order.env.max_turns,
+                "max_tokens": order.env.max_tokens,
+                "max_tool_calls": order.env.max_tool_calls,
+            },
+            timeout_s=order.env.timeout_s,
+            retries=order.env.retries,
+            record_tokens=order.record_tokens,
+            silence_s=order.launch.engine_silence_s if order.launch.engine_restarts else None,
+            deadline_s=order.sync.longest_s(order.version_bytes),
+        )
+        self._forget_replaced()
+
+        def client(channel: ControllerChannel) -> RolloutClient:
+            """Return the peer of the shard."""
+            return RolloutClient(name, channel, token=self.site.token)
+
+        return await self._start(name, start, 1, client)
+
+    def _supervision(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
+        """Return the limits within which engines and rollout shards are supervised. ``version`` is that of the weights
+        which an engine has when it is ready."""
+        launch = self.order.launch
+        return SupervisionConfig(
+            rolling=self.order.sync.rolling,
+            restarts=launch.engine_restarts,
+            start_timeout_s=launch.start_timeout_s,
+            silence_s=launch.engine_silence_s,
+            version=version,
+        )
+
     def _engines(self, names: tuple[str, ...], model: ModelConfig, *, own_weights: bool) -> Engines:
         """Return the supervisor of the engines ``names``, which serve the same ``model``; none is started yet. With
         ``own_weights`` they serve the weights of its directory as version 0, else those that the learner sends."""
-        order = self.order
-        config = SupervisionConfig(
-            rolling=order.sync.rolling,
-            restarts=order.launch.engine_restarts,
-            start_timeout_s=order.launch.start_timeout_s,
-            silence_s=order.launch.engine_silence_s,
-            version=0 if own_weights else NOT_SAMPLED,
-        )
+        config = self._supervision(0 if own_weights else NOT_SAMPLED)
         start = partial(self._start_engine, model=model, own_weights=own_weights)
         return Engines(start, names, config, RealClock())
 
     async def _start_engine(self, name: str, *, model: ModelConfig, own_weights: bool) -> Child:
         """Start the process of the engine ``name``: one of the policy's, a teacher's or another agent's.
         ``own_weights`` says that it gets no weights from the learner."""
-        order, alone = self.order, self.order.engine.count == 1
+        order = self.order
+        alone = order.engine.count == 1 and not order.launch.rollouts
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
         names = self._engine_names()
         place = names.index(name)

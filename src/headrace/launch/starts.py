@@ -1,6 +1,6 @@
 """The briefing of a process of a run: everything that it needs to know at its start, in one JSON file that the launcher
 writes and the process reads once. There is one class of settings for each role: engine, learner, scorer,
-environment."""
+environment, rollout shard."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from headrace.base.environ import RankPlace, engine_environment, rank_environment
+from headrace.base.types.sampling import Sampling
 from headrace.launch.channel import ChannelAddresses
 from headrace.sync.config import Route
 
@@ -171,7 +172,28 @@ class EnvironmentStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the programs of its episodes run in user namespaces of their own."""
 
 
-Start = EngineStart | LearnerStart | ScorerStart | EnvironmentStart
+class RolloutStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The settings of a rollout shard, a process that runs episodes."""
+
+    sampling: Sampling
+    """The sampling parameters of training."""
+    run_seed: int
+    """The seed of the run, from which those of all turns follow."""
+    limits: dict[str, int | None]
+    """The budgets of one episode: the fields of :class:`~headrace.rollout.conversations.EpisodeLimits`."""
+    timeout_s: float | None
+    """Seconds that an attempt may take; ``None``: no limit."""
+    retries: int
+    """Number of times that an episode whose environment failed is attempted again."""
+    record_tokens: int
+    """Number of tokens of each running turn that a crash may lose; 0: running turns are not recorded."""
+    silence_s: float | None
+    """Seconds for which an engine with sequences may send nothing; ``None``: engines are not started again."""
+    deadline_s: float
+    """The longest wait for an answer of an engine that is no chunk, in seconds."""
+
+
+Start = EngineStart | LearnerStart | ScorerStart | EnvironmentStart | RolloutStart
 
 
 def extra_environment(start: Start) -> dict[str, str]:

@@ -12,6 +12,7 @@ import statistics
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
@@ -304,9 +305,9 @@ class EpisodeRunner:
             policy, self.limits, chat=self.chat, seed=seed, note=self.note, attempt_kind=self.attempt_kind
         )
         limit = TimeLimit(self.timeout_s)
-        withdrawal.attach(limit.scope)
         try:
             async with limit:
+                withdrawal.attach(partial(_expire, limit.scope))
                 outcome = await self.env.run(task, conversations)
             if policy.turns:
                 _apply(outcome, episode, policy.turns)
@@ -387,14 +388,22 @@ class Withdrawal:
         """Begin as a handle that is attached to no episode."""
         self.reason = ""
         """The reason of the withdrawal; empty before it."""
-        self._scope: asyncio.Timeout | None = None
+        self._end: Callable[[], None] | None = None
 
-    def attach(self, scope: asyncio.Timeout) -> None:
-        """Set the timeout scope in which the episode runs; :meth:`withdraw` ends the episode through it."""
-        self._scope = scope
+    def attach(self, end: Callable[[], None]) -> None:
+        """Set the function that ends the episode; it is called at once if the episode was withdrawn already."""
+        self._end = end
+        if self.reason:
+            end()
 
     def withdraw(self, reason: str) -> None:
         """End the episode, for ``reason``. An episode whose time is up is not affected."""
         self.reason = reason
-        if self._scope is not None and not self._scope.expired():
-            self._scope.reschedule(asyncio.get_running_loop().time())
+        if self._end is not None:
+            self._end()
+
+
+def _expire(scope: asyncio.Timeout) -> None:
+    """End the body of a timeout scope now; do nothing if its time is up."""
+    if not scope.expired():
+        scope.reschedule(asyncio.get_running_loop().time())

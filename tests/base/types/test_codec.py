@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as arrays
 
 from headrace.base.types.batch import Batch
 from headrace.base.types.episode import StopReason, TokenChunk
-from headrace.base.types.messages import controller, engine, environment, learner, node, scorer
+from headrace.base.types.messages import controller, engine, environment, learner, node, rollout, scorer
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Chunks, EngineStats, LogprobsReply, Ready, Scored
 from headrace.base.types.messages.engine import Generate, GenerateRequest, Stage
@@ -25,7 +25,7 @@ from headrace.base.types.trace import Span
 from headrace.base.types.weights import Manifest, TensorEntry, WeightUpdate
 
 REFUSED = (msgspec.DecodeError, msgspec.ValidationError)
-RECEIVERS = (controller, engine, environment, learner, node, scorer)
+RECEIVERS = (controller, engine, environment, learner, node, rollout, scorer)
 IDS = np.array([1, 2, 3], np.int32)
 BATCH = Batch(
     step=3,

@@ -14,7 +14,8 @@ from headrace.base.types.observation import Recovery
 from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients import EngineClient
-from headrace.launch.engines import LAST_MESSAGES_S, Engines, SupervisionConfig, engine_names
+from headrace.launch.engines import Engines, engine_names
+from headrace.launch.supervision import LAST_MESSAGES_S, SupervisionConfig
 from headrace.run.session.running import first_cause
 from tests.engine.fleet.mortal import bring
 

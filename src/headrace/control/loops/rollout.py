@@ -4,7 +4,7 @@ tokens, as an engine sends it; a *lane* is one row of the event trace."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import nullcontext, suppress
 
 import numpy as np
@@ -20,10 +20,14 @@ from headrace.control.state import RunState
 from headrace.flow import Admission
 from headrace.flow.filters import REDUNDANT
 from headrace.rollout import EpisodeRunner, Withdrawal
-from headrace.rollout.siblings import SiblingRunner
+from headrace.rollout.siblings import OnEnded, SiblingRunner
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Sequence[EpisodeGraph]]]
 """The queue of episodes that have come to their end: those of one group that ended together, with their group."""
+RunEpisodeAlone = Callable[[EpisodeKey, Task, Withdrawal, Sequence[TokenChunk]], Awaitable[EpisodeGraph]]
+"""Runs one episode, which continues from recorded tokens."""
+RunGroup = Callable[[int, int, Task, OnEnded], Awaitable[None]]
+"""Runs all episodes of the group with a number and a size."""
 OnTurn = Callable[[EpisodeKey, Task, IntColumn, Turn], None]
 """Called with each turn that was sampled, and the tokens of its prompt."""
 
@@ -58,7 +62,7 @@ class RolloutLoop:
         """The lane that is busy while an episode runs in its environment; ``None`` if episodes only call the engine."""
         if not state.parts.env.asks_prompt:
             self._env_lane = BusyLane("environment", "run", state.observers, state.parts.clock)
-        self._runner = EpisodeRunner(
+        runner = EpisodeRunner(
             engine=state.parts.engine,
             env=state.parts.env,
             sampling=state.parts.sampling,
@@ -75,8 +79,15 @@ class RolloutLoop:
             sampling_turn=self._env_lane.paused if self._env_lane is not None else nullcontext,
             attempt_kind=AttemptKind.ALONE if state.flow_config.pivots is None else AttemptKind.ORIGIN,
         )
-        # episodes that may be withdrawn one by one run one by one
-        self._siblings = SiblingRunner.of(self._runner) if state.flow_config.first is None else None
+        siblings = SiblingRunner.of(runner)
+        self._run_episode: RunEpisodeAlone = runner.run
+        self._run_group = None if siblings is None else siblings.run
+        shards = state.parts.shards
+        if shards is not None:
+            shards.connect(state.flow.running_turns.record, lambda text: state.warn(text, kind=text))
+            self._run_episode, self._run_group = shards.run_episode, shards.run_group
+        if state.flow_config.first is not None:  # episodes that may be withdrawn one by one run one by one
+            self._run_group = None
 
     async def run(self) -> None:
         """Start groups until the last step has its batch; in a replay, until cancelled. Raises
@@ -165,8 +176,8 @@ class RolloutLoop:
         ended = {episode.key.place for episode in admission.ended}
         for episode in admission.ended:
             episodes.create_task(self._finished.put((group, [episode])))
-        if self._siblings is not None and not ended and not admission.partial_turns:
-            episodes.create_task(self._run_together(group, self._siblings))
+        if self._run_group is not None and not ended and not admission.partial_turns:
+            episodes.create_task(self._run_together(group, self._run_group))
             return
         for place in range(group.size):
             if place not in ended:
@@ -199,15 +210,15 @@ class RolloutLoop:
             self._on_part(part)
         env_lane = nullcontext() if self._env_lane is None else self._env_lane
         with self._state.board.requesting("rollout", "an episode", provider="engine or environment"), env_lane:
-            episode = await self._runner.run(key, group.task, withdrawal, begun)
+            episode = await self._run_episode(key, group.task, withdrawal, begun)
         del group.running[place], self._attempted[key]
         self._state.metrics.episode_ended(episode, start_s, self._state.parts.clock.now())
         if episode.status is EpisodeStatus.FINISHED:
             group.finished(episode)
         await self._finished.put((group, [episode]))
 
-    async def _run_together(self, group: OpenGroup, siblings: SiblingRunner) -> None:
-        """Run all episodes of a group at once by ``siblings``, and put those that end together into the queue of
+    async def _run_together(self, group: OpenGroup, run_group: RunGroup) -> None:
+        """Run all episodes of a group at once by ``run_group``, and put those that end together into the queue of
         finished ones."""
         state = self._state
         start_s = state.parts.clock.now()
@@ -224,7 +235,7 @@ class RolloutLoop:
             await self._finished.put((group, ended))
 
         with state.board.requesting("rollout", f"the {group.size} answers of a group", provider="engine"):
-            await siblings.run(group.number, group.size, group.task, pass_on)
+            await run_group(group.number, group.size, group.task, pass_on)
         for key in keys:
             del self._attempted[key]
 

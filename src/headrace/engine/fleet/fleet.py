@@ -71,6 +71,7 @@ class Fleet:
         self._update: WeightUpdate | None = None
         self._paused: bool | None = None  # the value of ``release``; None: not paused
         self._changed = asyncio.Event()
+        self._on_member: Callable[[str], None] = lambda _: None
         self.version = NOT_SAMPLED
         """The newest version that every engine uses, except those that have missed it."""
 
@@ -85,6 +86,34 @@ class Fleet:
         if version != NOT_SAMPLED:
             self._router.use(name, version)
             self.version = max(self.version, version)
+        self._on_member(name)
+        self._notify()
+
+    def follow(self, on_member: Callable[[str], None]) -> None:
+        """Call ``on_member`` from now on with the name of an engine whenever it has joined, has left, or has changed
+        in a way that matters to the choice of an engine (:meth:`seen`)."""
+        self._on_member = on_member
+
+    def seen(self, name: str) -> tuple[EngineState, int, bool] | None:
+        """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
+        is absent."""
+        state = self._router.state(name)
+        return None if state is None else (state, self._members[name].version, self._paused is not None)
+
+    def mirror(self, name: str, state: EngineState, version: int, *, paused: bool) -> None:
+        """Give the engine ``name`` the state that it has in another fleet, which commits versions to it and may pause
+        it. Nothing happens if the engine is absent."""
+        member = self._members.get(name)
+        if member is None:
+            return
+        self._paused = False if paused else None
+        member.version = version
+        self.version = max(self.version, version)
+        if state is EngineState.JOINING:
+            self._router.set_aside(name)
+        else:
+            self._router.use(name, version)
+            (self._router.hold if state is EngineState.HELD else self._router.release)(name)
         self._notify()
 
     def leave(self, name: str) -> int:
@@ -196,6 +225,7 @@ class Fleet:
         member.gone = True
         self._lost_sequences[member.name] = len(self._router.leave(member.name))
         self._departed_stats = total([member.engine.stats()], self._departed_stats, version=NOT_SAMPLED, size=1)
+        self._on_member(member.name)
         self._notify()
 
     def _serves(self, name: str) -> bool:
@@ -215,6 +245,7 @@ class Fleet:
         it uses a later version."""
         member.missed = why
         self._router.set_aside(member.name)
+        self._on_member(member.name)
         self._notify()
 
     def _notify(self) -> None:
@@ -436,7 +467,7 @@ class Fleet:
         of those have died, stage it on others first."""
         done: list[SwapReport] = []
         if mode is Interrupt.SLEEP:  # this commit wakes each engine
-            self._paused = None
+            self._set_paused(None)
         while True:
             able = [member for member in self._members.values() if member.version < version == member.staged]
             gate = asyncio.Semaphore(self._at_once(mode))
@@ -455,12 +486,12 @@ class Fleet:
     async def pause(self, *, release: bool = False) -> None:
         """Stop all engines between two steps, also those that join later; with ``release``, they free the memory of
         their caches."""
-        self._paused = release
+        self._set_paused(release)
         await self._all(self._pause_or_resume(each, release) for each in self._members.values())
 
     async def resume(self) -> None:
         """Let all engines continue after :meth:`pause`."""
-        self._paused = None
+        self._set_paused(None)
         await self._all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
@@ -477,6 +508,12 @@ class Fleet:
             member.missed = "" if is_new else member.missed
             if why := update.missed.get(member.address):
                 self._mark_missed(member, why)
+
+    def _set_paused(self, paused: bool | None) -> None:
+        """Note that the engines are paused, with the memory of their caches released or not, or (``None``) resumed."""
+        self._paused = paused
+        for name in self._members:
+            self._on_member(name)
 
     def _at_once(self, mode: Interrupt) -> int:
         """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` says; unset, all if
@@ -532,6 +569,7 @@ class Fleet:
             if self._members.get(member.name) is not member:
                 return None
             self._router.hold(member.name)
+            self._on_member(member.name)
             report = None
             try:
                 with self._tolerating_loss(member):
@@ -540,10 +578,12 @@ class Fleet:
                     await self._pause_or_resume(member, self._paused)
             finally:
                 self._router.release(member.name)
+                self._on_member(member.name)
         if report is None:
             return None
         member.version = version
         if self._members.get(member.name) is member:
             self._router.use(member.name, version)
+            self._on_member(member.name)
             self._notify()
         return report

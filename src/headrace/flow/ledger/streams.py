@@ -4,12 +4,12 @@ of its tokens, as an engine sends it."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from headrace.base.clock import Clock
 from headrace.base.types.episode import EpisodeKey, TokenChunk
 from headrace.flow.ledger.base import Stream
-from headrace.flow.ledger.writer import LedgerWriter
 
 
 @dataclass(slots=True, kw_only=True)
@@ -25,10 +25,10 @@ class RunningTurns:
     of its tokens. All turns that are due in one pass of the event loop are recorded in one transaction. The flow owns
     it."""
 
-    def __init__(self, writer: LedgerWriter, clock: Clock, *, most: int) -> None:
-        """Record through ``writer``. ``most`` is the greatest number of tokens of each turn that a crash may lose; 0
+    def __init__(self, record: Callable[[Stream], object], clock: Clock, *, most: int) -> None:
+        """Record with ``record``. ``most`` is the greatest number of tokens of each turn that a crash may lose; 0
         records nothing before a turn ends."""
-        self._writer = writer
+        self._record = record
         self._clock = clock
         self._most = most
         self._unrecorded: dict[EpisodeKey, dict[int, _Unrecorded]] = {}
@@ -51,6 +51,11 @@ class RunningTurns:
                 asyncio.get_running_loop().call_soon(self._record_due)
             self._due[part.key, part.turn] = None
 
+    def record(self, parts: Sequence[TokenChunk]) -> None:
+        """Record parts that were collected in another process, which runs their episodes."""
+        if parts:
+            self._record(Stream(parts=tuple(parts), at_s=self._clock.wall()))
+
     def ended(self, key: EpisodeKey) -> None:
         """Forget the parts of the episode ``key``, which has ended and is recorded as a whole."""
         for turn in self._unrecorded.pop(key, {}):
@@ -66,5 +71,4 @@ class RunningTurns:
         due, self._due = self._due, {}
         turns = [self._unrecorded[key].pop(turn) for key, turn in due]
         parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)
-        if parts:
-            self._writer.write(Stream(parts=parts, at_s=self._clock.wall()))
+        self.record(parts)

@@ -64,14 +64,19 @@ class EngineClient(Peer):
         on_spans: Callable[[Sequence[Span]], None],
         deadline_s: float,
         max_requests: int = sys.maxsize,
+        first_request: int = 0,
+        answers_to: str = "",
     ) -> None:
         """Make the client of the engine process ``name`` over ``channel``. ``deadline_s`` and ``max_requests`` are
-        described at the class, the others at :class:`Peer`."""
+        described at the class, the others at :class:`Peer`. In a process that is not the controller, requests are
+        numbered from ``first_request``, so that no two clients of an engine use one number, and their chunks are to
+        be sent to ``answers_to``."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._max_requests = max_requests
         self._committing: set[int] = set()
-        self._request_ids = itertools.count()
+        self._request_ids = itertools.count(first_request)
+        self._answers_to = answers_to
         self._streams: dict[int, RequestStream | SiblingStream] = {}
         self._unsent: list[GenerateRequest] = []
         self._stats = EngineStats()
@@ -317,7 +322,7 @@ class EngineClient(Peer):
         if not requests or self._closed is not None:  # their streams have the error already
             return
         try:
-            self.send(Generate(requests=requests))
+            self.send(Generate(requests=requests, answers_to=self._answers_to))
         except Exception as error:  # noqa: BLE001 - the edge of a callback: the streams get the error
             for request in requests:
                 if (stream := self._streams.get(request.request_id)) is not None:

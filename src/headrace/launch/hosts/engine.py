@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -36,6 +36,7 @@ from headrace.base.types.messages.controller import (
 from headrace.base.types.messages.engine import (
     ANNOUNCED,
     Abort,
+    AbortAllOf,
     Announce,
     Commit,
     Generate,
@@ -52,6 +53,7 @@ from headrace.base.types.weights import WeightUpdate
 from headrace.engine import EngineConfig, EngineCore
 from headrace.engine.config import ENGINES, EngineSetup
 from headrace.launch.channel import PartChannel, PartEnd
+from headrace.launch.hosts.answers import AnswerRoutes
 from headrace.launch.hosts.columns import EngineColumns
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.hosts.interleaving import DeliveryRecorder, ReplayGate, RequestNames
@@ -78,7 +80,7 @@ def run_engine(start: EngineStart, channel: PartChannel) -> None:
         facts = {"device": opened.device, "weights_address": opened.address, **machine_facts(start.num_threads)}
         channel.send(Ready(token=run_token(), pid=os.getpid(), facts={**facts, **opened.facts}))
         with ThreadPoolExecutor(max_workers=1, thread_name_prefix="stage") as stager, gc_frozen():
-            EngineHost(opened.core, channel, stager, _host_config(start)).serve()
+            EngineHost(opened.core, channel, stager, _host_config(start, channel)).serve()
 
 
 def _setup(start: EngineStart, config: EngineConfig) -> EngineSetup:
@@ -119,6 +121,8 @@ class EngineHostConfig:
     """Records the messages that the engine handles; ``None``: they are not recorded."""
     gate: ReplayGate | None = None
     """Holds messages back until their recorded step, in a replay; ``None``: they are handled when they come."""
+    answers: AnswerRoutes | None = None
+    """Sends chunks to the processes that ask beside the controller; ``None``: the controller alone asks."""
     columns: EngineColumns = field(default_factory=EngineColumns)
     """Puts kept-sets and experts into a store, if the run has one."""
     cores: AnyCores = field(default_factory=OwnCores)
@@ -146,6 +150,7 @@ class EngineHost:
         self._gate = config.gate
         self._cores = config.cores
         self._columns = config.columns
+        self._answers = config.answers
         self._steps = 0
         self._clock = config.clock
         self._commits: dict[int, int] = {}
@@ -211,7 +216,11 @@ class EngineHost:
         """Carry out one order, and return the chunks that result from it: those of aborted and refused requests."""
         match message:
             case Generate(requests=requests):
+                if self._answers is not None:
+                    self._answers.add(message)
                 return [refused for request in requests for refused in self._add(request)]
+            case AbortAllOf(answers_to=reader) if self._answers is not None:
+                self._core.abort(list(self._answers.forget(reader)))
             case Abort(request_ids=request_ids):
                 return self._core.abort(request_ids)
             case Stage():
@@ -336,6 +345,11 @@ class EngineHost:
             self._reported_s, self._reported_prefill_s = time_s, stats.prefill_s
         begun_s = 0.0 if self._busy_since is None else time_s - self._busy_since
         stats = msgspec.structs.replace(stats, busy_s=self._reported_busy_s + begun_s)
+        if self._answers is not None and chunks:
+            chunks = self._answers.split(chunks, stats)
+            if not (chunks or idle or due or now):
+                self._spans = spans
+                return
         self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))
 
 
@@ -351,16 +365,18 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
 
 
-def _host_config(start: EngineStart) -> EngineHostConfig:
-    """Return the configuration of the host: with a recorder if the run records its interleaving, and with a gate that
-    repeats a recorded one if it is a replay."""
-    mine, columns = cores(start.lending), EngineColumns(start.columns)
+def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:
+    """Return the configuration of the host over ``channel``: with a recorder if the run records its interleaving, and
+    with a gate that repeats a recorded one if it is a replay."""
+    config = EngineHostConfig(
+        cores=cores(start.lending), columns=EngineColumns(start.columns), answers=AnswerRoutes(channel)
+    )
     if not start.interleaving:
-        return EngineHostConfig(cores=mine, columns=columns)
+        return config
     names = RequestNames()
     recorder = DeliveryRecorder(Path(start.interleaving), names)
     if start.recorded is None:
-        return EngineHostConfig(recorder=recorder, cores=mine, columns=columns)
+        return replace(config, recorder=recorder)
     recorded = start.recorded
     gate = ReplayGate(
         read_interleaving(Path(recorded.interleaving)),
@@ -369,7 +385,7 @@ def _host_config(start: EngineStart) -> EngineHostConfig:
         deadline_s=recorded.deadline_s,
         name_request=lambda seed: _name_request(seed, recorded),
     )
-    return EngineHostConfig(recorder=recorder, gate=gate, cores=mine, columns=columns)
+    return replace(config, recorder=recorder, gate=gate)
 
 
 def _name_request(seed: int, run: RecordedEngine) -> str:

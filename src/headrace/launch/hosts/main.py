@@ -20,11 +20,19 @@ from typing import Any, NoReturn
 from headrace.base.environ import read_token
 from headrace.base.errors import HeadraceError
 from headrace.base.heap import gc_disabled
-from headrace.base.types.messages import engine, environment, learner, scorer
+from headrace.base.types.messages import engine, environment, learner, rollout, scorer
 from headrace.base.types.messages.controller import Failure
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import EXIT_REPORTED
-from headrace.launch.starts import EngineStart, EnvironmentStart, LearnerStart, ScorerStart, Start, read_briefing
+from headrace.launch.starts import (
+    EngineStart,
+    EnvironmentStart,
+    LearnerStart,
+    RolloutStart,
+    ScorerStart,
+    Start,
+    read_briefing,
+)
 
 
 def main(directory: Path, part: str, lifeline: int) -> int:
@@ -77,6 +85,10 @@ def _role(start: Start) -> tuple[Any, Callable[[PartChannel], None]]:
             from headrace.launch.hosts.environment import run_environment
 
             return environment.Message, lambda channel: run_environment(start, channel)
+        case RolloutStart():
+            from headrace.launch.hosts.rollout import run_rollout
+
+            return rollout.Message, lambda channel: run_rollout(start, channel)
 
 
 def _failure(kind: str, problem: str, remedy: str) -> Failure:

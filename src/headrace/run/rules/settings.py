@@ -145,6 +145,32 @@ _EPISODES: Rules = (
     ),
 )
 
+# -- rollout shards: what has to look into episodes while they run ----------------------------------------------------
+
+_SHARDS: Rules = (
+    SettingsRule(
+        keys=("launch.rollouts", "env.kind"),
+        broken=lambda c: c.launch.rollouts > 0 and c.env.remote,
+        reason="launch.rollouts={launch.rollouts}, and env.kind={env.kind!r} runs in workers, which belong to the "
+        "controller",
+        remedy="leave launch.rollouts out, or set env.kind = 'single_turn'",
+    ),
+    SettingsRule(
+        keys=("launch.rollouts", "flow.pivots"),
+        broken=lambda c: c.launch.rollouts > 0 and c.flow.pivots is not None,
+        reason="launch.rollouts={launch.rollouts} with flow.pivots: branches are sampled by the controller, which does "
+        "not see how the turns of a shard grow",
+        remedy="leave launch.rollouts or flow.pivots out",
+    ),
+    SettingsRule(
+        keys=("launch.rollouts", "env.rewards"),
+        broken=lambda c: c.launch.rollouts > 0 and any(reward.by_turn for reward in c.env.components),
+        reason="launch.rollouts={launch.rollouts}, and a component of env.rewards has by_turn: turns are scored while "
+        "their episode runs, and the controller gets the episodes of shards when they have ended",
+        remedy="leave launch.rollouts out, or score whole answers",
+    ),
+)
+
 # -- learning: what a loss reads, and who computes it -----------------------------------------------------------------
 
 
@@ -510,5 +536,5 @@ def idle_clip(config: RunSections) -> list[str]:
     ]
 
 
-SETTINGS: Rules = (*_STALENESS, *_WEIGHTS, *_EPISODES, *_LEARNING, *_CREDIT)
+SETTINGS: Rules = (*_STALENESS, *_WEIGHTS, *_EPISODES, *_SHARDS, *_LEARNING, *_CREDIT)
 """The rules that ``load_config`` checks, in this order."""

@@ -457,6 +457,8 @@ def make_order(prepared: Prepared, *, run_dir: Path, snapshot: Path | None, obse
         branch_weight=1.0 if config.flow.pivots is None else config.flow.pivots.weight,
         on_spans=observers.spans,
         on_event=observers.event,
+        run_seed=config.run.seed,
+        record_tokens=config.flow.record_tokens,
         stall_timeout_s=config.run.stall_timeout_s,
     )
 

@@ -117,11 +117,7 @@ class ReplayRecording:
         recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if recoveries:
             raise _refused(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
-        frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
-        if frozen:
-            raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
-        if config.learner.served_teachers:
-            raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
+        _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
             raise _refused(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
         if not config.engine.can.seeds:
@@ -421,6 +417,22 @@ def _flat(config: RunConfig) -> dict[str, Any]:
 
     walk("", as_recorded(config))
     return found
+
+
+def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if processes of the run whose messages are not recorded have
+    sampled, scored or asked for tokens."""
+    frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
+    if frozen:
+        raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+    if config.learner.served_teachers:
+        raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
+    if config.launch.rollouts:
+        raise _refused(
+            run_dir,
+            f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
+            "processes is not recorded",
+        )
 
 
 def _refused(run_dir: Path, why: str) -> ConfigError:

@@ -28,6 +28,11 @@ CASES: dict[str, tuple[Spec, str, float]] = {
         "tokens_s",
         700_000.0,
     ),
+    "answers of 2,048 tokens, two shards": (
+        {"groups": 64, "group_size": 8, "tokens": 2048, "turns": 1, "given": 0, "episodes": 8192, "rollouts": 2},
+        "tokens_s",
+        1_500_000.0,
+    ),
     "answers of 2,048 tokens with 8 experts in 48 layers": (
         {
             "groups": 16,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -49,6 +50,8 @@ class _IdleEngine:
     reports: Any
     left: dict[int, int] = field(default_factory=dict)
     """The number of tokens that each running sequence still gets, by the number of its request."""
+    readers: dict[int, Any] = field(default_factory=dict)
+    """The socket to which the chunks of a sequence go, by the number of its request."""
     version: int = NOT_SAMPLED
     generated: int = 0
 
@@ -73,6 +76,8 @@ class IdleEngines:
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
         self._poller = zmq.Poller()
         self._by_socket: dict[Any, _IdleEngine] = {}
+        self._answers: dict[str, Any] = {}
+        """The sockets to rollout shards, by their addresses."""
         self._columns: dict[tuple[int, int], Tokens] = {}
         for number in range(num):
             (name,) = directory.glob(f"engine-{number}.*.reports")
@@ -95,9 +100,26 @@ class IdleEngines:
                 if one.left:
                     busy[one] = None
             for one in list(busy):
-                self._send(one, Chunks(chunks=tuple(self._sample(one)), stats=one.stats(), spans=()))
+                self._answer(one)
                 if not one.left:
                     del busy[one]
+
+    def _answer(self, one: _IdleEngine) -> None:
+        """Send the next chunk of each running sequence of an engine to the process that asked for it."""
+        read: dict[Any, list[TokenChunk]] = {}
+        for chunk in self._sample(one):
+            read.setdefault(one.readers[chunk.request_id], []).append(chunk)
+            if chunk.ended:
+                del one.readers[chunk.request_id]
+        for socket, chunks in read.items():
+            socket.send(self._codec.encode(Chunks(chunks=tuple(chunks), stats=one.stats(), spans=())))
+
+    def _reader(self, address: str, one: _IdleEngine) -> Any:
+        """Return the socket to the process that receives answers at ``address``; empty: the controller."""
+        if address and address not in self._answers:
+            self._answers[address] = self._context.socket(zmq.PUSH)
+            self._answers[address].connect(address)
+        return self._answers.get(address, one.reports)
 
     def _orders(self, socket: Any) -> Iterator[Any]:
         """Yield the orders that have arrived at ``socket``."""
@@ -111,7 +133,10 @@ class IdleEngines:
         """Carry out one order."""
         match order:
             case engine.Generate(requests=requests):
+                # an earlier version of the package has no such field
+                reader = self._reader(msgspec.structs.asdict(order).get("answers_to", ""), one)
                 for request in requests:
+                    one.readers[request.request_id] = reader
                     one.left[request.request_id] = request.sampling.max_new_tokens
             case engine.Stage(call=call, update=update):
                 self._send(one, Staged(call=call, version=update.version, seconds=0.0))

@@ -18,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AsyncExitStack, ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -177,9 +178,10 @@ def settings_of(spec: dict[str, Any]) -> ControlSettings:
     return ControlSettings(run=run, flow=flow, order=lambda number: number % NUM_TASKS)
 
 
-def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack) -> list[EngineClient]:
-    """Start the process of the engines, and return their clients, which are not ready yet."""
-    token, names = secrets.token_hex(16), [f"engine-{number}" for number in range(spec["engines"])]
+def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token: str) -> list[EngineClient]:
+    """Start the process of the engines, and return their clients, which are not ready yet. ``token`` is the secret of
+    the run."""
+    names = [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
     numbers = (len(names), spec["flush"], spec.get("layers", 0))
     command = [sys.executable, str(ENGINES), str(directory), *map(str, numbers)]
@@ -199,15 +201,25 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLear
     """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the
     times."""
     settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
-    parts = parts_of(spec, fleet, directory)
-    flow = settings.flow
+    flow, token = settings.flow, secrets.token_hex(16)
     ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)
     stack.callback(ledger.close)
     writer = ThreadedWriter(ledger)
     stack.callback(writer.close)
-    clients = open_engines(spec, directory, stack)
-    async with asyncio.TaskGroup() as group:
+    clients = open_engines(spec, directory, stack, token)
+    async with asyncio.TaskGroup() as group, AsyncExitStack() as ends:
         listening = [group.create_task(client.listen()) for client in clients]
+        parts = parts_of(spec, fleet, directory)
+        if spec.get("rollouts"):  # an earlier version of the package has no shards
+            from headrace.wings.bench.controller_shards import open_shards
+
+            shards = open_shards(spec["rollouts"], parts.sampling, fleet, clients, directory, token=token)
+            await shards.start()
+            for child in shards.children.values():
+                ends.push_async_callback(child.kill)
+            listening.append(group.create_task(shards.run()))
+            await shards.wait_until_complete()
+            parts = replace(parts, shards=shards)
         for client in clients:
             await client.ready
             fleet.join(client.name, client)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.base.types import chat
-from headrace.base.types.episode import TokenChunk
+from headrace.base.types.episode import EpisodeGraph, TokenChunk
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn
 from headrace.base.types.trace import Span
@@ -308,6 +308,35 @@ class Left(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The message with which a machine that has joined confirms that it has left the run."""
 
 
+class EpisodesEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The report of a rollout shard on episodes that have ended together; it answers ``StartEpisodes`` in parts."""
+
+    call: int
+    """The number of that order."""
+    episodes: tuple[EpisodeGraph, ...]
+
+
+class TurnsGrown(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The tokens of running turns that a rollout shard wants to be recorded, so that a crash does not lose them."""
+
+    parts: tuple[TokenChunk, ...]
+
+
+class Noted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A note of a rollout shard on something that is unusual but not an error."""
+
+    text: str
+
+
+class EngineSilent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The message of a rollout shard that an engine which has sequences has sent nothing for too long."""
+
+    name: str
+    """The name of the engine."""
+    problem: str
+    """What is wrong, in words."""
+
+
 Answer = (
     Staged
     | Committed
@@ -326,4 +355,19 @@ Answer = (
 """Every message that answers an order, matched by its ``call``."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """Every message whose ``spans`` say what the part was busy with."""
-Message = Ready | Working | Failure | Chunks | StageOutcome | ModelQuery | Alive | Leaving | Left | Answer
+Message = (
+    Ready
+    | Working
+    | Failure
+    | Chunks
+    | StageOutcome
+    | ModelQuery
+    | Alive
+    | Leaving
+    | Left
+    | EpisodesEnded
+    | TurnsGrown
+    | Noted
+    | EngineSilent
+    | Answer
+)

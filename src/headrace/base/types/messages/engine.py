@@ -90,12 +90,22 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to sample sequences. All of them join the batch in the same step, in this order."""
 
     requests: tuple[GenerateRequest, ...]
+    answers_to: str = ""
+    """The address of the process of this machine that reads the chunks of these requests; empty for the controller.
+    Counters and spans go to the controller in any case."""
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to withdraw requests. The tokens of each that were sampled so far are sent as its last chunk."""
 
     request_ids: tuple[int, ...]
+
+
+class AbortAllOf(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order to withdraw all requests of a process that has died. Nothing more is sent of them."""
+
+    answers_to: str
+    """The address to which their chunks were sent."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -177,4 +187,4 @@ class Resume(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     call: int
 
 
-Message = Generate | Abort | Stage | Announce | Commit | ScoreTokens | Pause | Resume | Shutdown
+Message = Generate | Abort | AbortAllOf | Stage | Announce | Commit | ScoreTokens | Pause | Resume | Shutdown

@@ -1,0 +1,173 @@
+"""The process of a rollout shard: it runs episodes against the engines, which send it their chunks directly, and
+reports the episodes to the controller when they have ended."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from headrace.base.clock import RealClock
+from headrace.base.heap import gc_frozen
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
+from headrace.base.types.messages.controller import Chunks, EngineSilent, EpisodesEnded, Noted, TurnsGrown
+from headrace.base.types.messages.rollout import (
+    EndCall,
+    EngineSeen,
+    EnginesSeen,
+    Message,
+    StartEpisodes,
+    WithdrawEpisode,
+)
+from headrace.base.types.task import Task
+from headrace.engine.fleet import Fleet
+from headrace.engine.fleet.router import EngineState
+from headrace.flow.ledger.streams import RunningTurns
+from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
+from headrace.launch.clients.engine import EngineClient
+from headrace.launch.hosts.worker import serve
+from headrace.launch.rollouts import REQUESTS_BITS
+from headrace.launch.starts import RolloutStart
+from headrace.rollout import EpisodeLimits, EpisodeRunner, Withdrawal
+from headrace.rollout.environments import SingleTurn
+from headrace.rollout.siblings import OnEnded, SiblingRunner
+
+
+def run_rollout(start: RolloutStart, channel: PartChannel) -> None:
+    """Run episodes with the settings ``start``, as ordered over ``channel``, until ordered to shut down. This is the
+    whole work of a shard's process."""
+    with gc_frozen():
+        asyncio.run(_serve(start, channel))
+
+
+async def _serve(start: RolloutStart, channel: PartChannel) -> None:
+    """Serve the orders of the controller and the answers of engines; this ends with the process."""
+    address = answers_address(channel.addresses)
+    shard = RolloutShard(start, channel, AnswerListener(address, Chunks))
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(shard.listen())
+        if start.silence_s is not None:
+            tasks.create_task(shard.fleet.watch(start.silence_s))
+        await serve(channel, shard.handle)
+
+
+class RolloutShard:
+    """The episodes of one shard, and the engines that they ask."""
+
+    def __init__(self, start: RolloutStart, channel: PartChannel, answers: AnswerListener) -> None:
+        """Run episodes with the settings ``start``, report over ``channel``, and receive the chunks of engines at
+        ``answers``."""
+        self._channel, self._answers = channel, answers
+        self._answers_address = answers_address(channel.addresses)
+        self._deadline_s = start.deadline_s
+        clock = RealClock()
+        self.fleet = Fleet(clock, end=self._report_silence)
+        self._clients: dict[str, EngineClient] = {}
+        self._addresses: dict[str, str] = {}
+        """The address at which each engine receives orders; that of an engine's next process is another one."""
+        self._by_number: dict[int, EngineClient] = {}
+        """The clients by the upper bits of their requests' numbers."""
+        self._turns = RunningTurns(
+            lambda stream: channel.send(TurnsGrown(parts=stream.parts)), clock, most=start.record_tokens
+        )
+        runner = EpisodeRunner(
+            engine=self.fleet,
+            env=SingleTurn(),
+            sampling=start.sampling,
+            run_seed=start.run_seed,
+            on_tokens=lambda _: None,
+            on_part=self._turns.add,
+            note=lambda text: channel.send(Noted(text=text)),
+            limits=EpisodeLimits(**start.limits),
+            timeout_s=start.timeout_s,
+            retries=start.retries,
+        )
+        self._runner, self._siblings = runner, SiblingRunner.of(runner)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+        self._running: dict[EpisodeKey, Withdrawal] = {}
+
+    async def listen(self) -> None:
+        """Pass the chunks of engines on to the requests that wait for them; this ends only by cancellation."""
+        while True:
+            for message in await self._answers.receive():
+                client = self._by_number.get(message.chunks[0].request_id >> REQUESTS_BITS)
+                if client is not None:  # else its engine is lost, and the request continues elsewhere
+                    client.handle(message)
+
+    def handle(self, order: Message, calls: asyncio.TaskGroup) -> None:
+        """Carry out an order; episodes run as tasks of ``calls``."""
+        match order:
+            case EnginesSeen(engines=engines):
+                for seen in engines:
+                    self._see(seen)
+            case StartEpisodes():
+                for place in order.places:
+                    self._running[EpisodeKey(order.group, place)] = Withdrawal()
+                task = self._calls[order.call] = calls.create_task(self._run(order))
+                task.add_done_callback(lambda _: self._calls.pop(order.call))
+            case WithdrawEpisode(key=key, reason=reason):
+                if key in self._running:  # else it has ended meanwhile
+                    self._running[key].withdraw(reason)
+            case EndCall(call=call):
+                if call in self._calls:
+                    self._calls[call].cancel()
+
+    def _see(self, seen: EngineSeen) -> None:
+        """Take over the state of an engine from the controller's fleet."""
+        known = self._addresses.get(seen.name)
+        if known is not None and known != seen.orders:  # it has left, or another process has its name
+            self._lose(seen.name)
+        if not seen.state:
+            return
+        if seen.name not in self._clients:
+            self._addresses[seen.name] = seen.orders
+            client = EngineClient(
+                seen.name,
+                DirectOrders(seen.orders),
+                token="",
+                on_spans=lambda _: None,
+                deadline_s=self._deadline_s,
+                first_request=seen.first_request,
+                answers_to=self._answers_address,
+            )
+            self._clients[seen.name] = self._by_number[seen.first_request >> REQUESTS_BITS] = client
+            self.fleet.join(seen.name, client)
+        self.fleet.mirror(seen.name, EngineState[seen.state], seen.version, paused=seen.paused)
+
+    def _lose(self, name: str) -> None:
+        """Remove an engine that has died; its requests continue on other engines."""
+        client = self._clients.pop(name)
+        del self._addresses[name]
+        self._by_number = {number: other for number, other in self._by_number.items() if other is not client}
+        self.fleet.leave(name)
+        client.close()
+
+    def _report_silence(self, name: str, problem: str) -> None:
+        """Tell the controller that an engine is silent for too long, so that it ends its process."""
+        self._channel.send(EngineSilent(name=name, problem=problem))
+
+    async def _run(self, order: StartEpisodes) -> None:
+        """Run the episodes of ``order``, and report each when it has ended."""
+
+        async def report(ended: Sequence[EpisodeGraph]) -> None:
+            """Report episodes that have ended together."""
+            for episode in ended:
+                self._turns.ended(episode.key)
+            self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(ended)))
+
+        keys = [EpisodeKey(order.group, place) for place in order.places]
+        try:
+            if order.together and self._siblings is not None:
+                await self._siblings.run(order.group, len(keys), order.task, report)
+                return
+            async with asyncio.TaskGroup() as group:
+                for key in keys:
+                    begun = [part for part in order.begun if part.key == key]
+                    group.create_task(self._run_one(key, order.task, begun, report))
+        finally:
+            for key in keys:
+                self._turns.ended(key)
+                del self._running[key]
+
+    async def _run_one(self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], report: OnEnded) -> None:
+        """Run one episode, which continues from the recorded tokens ``begun``, and call ``report`` with it."""
+        await report([await self._runner.run(key, task, self._running[key], begun)])

@@ -1,0 +1,134 @@
+"""Real runs whose episodes run in processes beside the controller, with shards and engines that are killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from headrace.base.errors import ConfigError
+from headrace.run.session import load_config, train
+from tests.run.session.runs import components, first_words, make_run, running, verb
+from tests.run.session.serial import SerialLoop, same_learner
+
+SLOW_REWARD = """
+    import time
+
+    def reward(completion):
+        time.sleep(0.03)
+        return sum(character in "01234" for character in completion) / 4
+"""
+LONG = {"max_new_tokens": 20, "max_sequences": 16, "flush_tokens": 4}
+FLOW = {"groups_per_step": 2, "group_size": 4}
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def ended(run_dir: Path, steps: int) -> dict[str, Any]:
+    """The summary of a run that has come to its end and has lost nothing."""
+    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["versions"][1]) == ("finished", steps, steps)
+    groups, episodes, tokens = (summary["ledger"][unit] for unit in ("groups", "episodes", "tokens"))
+    assert groups == {"submitted": 2 * steps, "trained": 2 * steps, "dropped": {}, "in_flight": 0}
+    assert episodes == {"submitted": 8 * steps, "trained": 8 * steps, "dropped": {}, "in_flight": 0}
+    assert (tokens["submitted"], tokens["in_flight"]) == (tokens["trained"], 0)
+    return summary
+
+
+@pytest.mark.parametrize(("rollouts", "engines", "first"), [(1, 1, None), (2, 2, None)])
+def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
+    rollouts: int, engines: int, first: int | None, tmp_path: Path, model_dir: Path
+) -> None:
+    flow = {**FLOW, "max_age": 0, **({} if first is None else {"first": 4, "min_episodes": first})}
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        engine={**LONG, "count": engines},
+        flow=flow,
+        launch={"rollouts": rollouts, "engine_threads": engines, "learner_threads": 1},
+        run={"dir": "run", "steps": 4, "checkpoint_every": 4},
+    )
+    verb("train", run_file)
+    assert not ended(tmp_path / "run", 4)["recoveries"]
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(tmp_path / "run" / "checkpoints" / "step-000004", tmp_path / "serial")
+    if engines == 1:
+        with pytest.raises(ConfigError, match=r"and the order in which its engine got the messages of several"):
+            train(run_file, overrides=[f"run.dir={tmp_path / 'again'}"], replay=tmp_path / "run")
+
+
+@pytest.mark.parametrize(("role", "rollouts"), [("rollout-0", 1), ("rollout-1", 2), ("engine-1", 2)])
+def test_a_run_whose_shard_or_engine_is_killed_loses_nothing_and_stays_the_same(
+    role: str, rollouts: int, tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine={**LONG, "count": 2},
+        flow={**FLOW, "max_age": 0, "record_tokens": 4},
+        launch={"rollouts": rollouts, "engine_threads": 2, "learner_threads": 1},
+        run={"dir": "run", "steps": 10, "checkpoint_every": 10},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file) as life:
+        life.until_step(3)
+        pid = components(run_dir)[role]
+        os.kill(pid, signal.SIGKILL)
+        assert life.rest(120.0) == first_words(run_file)
+    summary, said = ended(run_dir, 10), "".join(life.lines)
+    assert f"{role} (pid {pid}) was killed by SIGKILL" in said
+    assert "it is started again, its " in said
+    if rollouts == 1:  # nothing can go on before it is there again
+        (recovery,) = summary["recoveries"]
+        assert recovery.startswith(f"{role} (pid {pid}) was killed by SIGKILL")
+        assert "; it serves again after " in said
+    status = json.loads(verb("status", run_dir, "--json"))
+    assert {part["role"]: part["restarts"] for part in status["components"]}[role] == 1
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(run_dir / "checkpoints" / "step-000010", tmp_path / "serial")
+
+
+def test_a_run_whose_controller_is_killed_continues_with_another_number_of_shards(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        reward=SLOW_REWARD,
+        engine=LONG,
+        flow={**FLOW, "max_age": 0, "record_tokens": 4},
+        launch={"rollouts": 2, "engine_threads": 1, "learner_threads": 1},
+        run={"dir": "run", "steps": 6, "checkpoint_every": 2},
+    )
+    run_dir = tmp_path / "run"
+    with running("train", run_file) as life:
+        life.until_step(3)
+        life.process.kill()
+    verb("train", run_file, "--resume", "--set", "launch.rollouts=1")
+    assert not ended(run_dir, 6)["recoveries"]
+    SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
+    assert same_learner(run_dir / "checkpoints" / "step-000006", tmp_path / "serial")
+
+
+@pytest.mark.parametrize(
+    ("sections", "words"),
+    [
+        ({"flow": {**FLOW, "pivots": {}}}, "launch.rollouts=2 with flow.pivots"),
+        ({"env": {"kind": "rollout", "entry": "reward.py:reward"}}, "env.kind='rollout' runs in workers"),
+        ({"env": {"reward": "", "rewards": [{"ref": "reward.py:reward", "by_turn": True}]}}, "env.rewards has by_turn"),
+        ({"launch": {"rollouts": 2, "kind": "ray"}}, "where they cannot answer shards"),
+    ],
+)
+def test_what_shards_cannot_do_is_refused_by_name(
+    sections: dict[str, Any], words: str, tmp_path: Path, model_dir: Path
+) -> None:
+    tree = {"launch": {"rollouts": 2}, **sections}
+    overrides = [f"{name}={json.dumps(table)}" for name, table in tree.items()]
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_config(make_run(tmp_path, model_dir), overrides)
