@@ -24,7 +24,18 @@ def bench(
         0, min=0, help="engine, learner, speculation, sync: threads per process; 0: the benchmark's default."
     ),
     quick: bool = typer.Option(False, "--quick", help="Small sizes, as a trial; a benchmark without them refuses it."),
-    vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
+    vllm: str = typer.Option(
+        "", metavar="PYTHON", help="engine, gpu: an interpreter that has vLLM (engine: for CPUs), to compare."
+    ),
+    stages: str = typer.Option("", metavar="NAME,NAME", help="gpu: stages to run; all by default."),
+    budget: float = typer.Option(0.0, min=0.0, metavar="SECONDS", help="gpu: time for all stages; 600 by default."),
+    compare: str = typer.Option("", metavar="FILE", help="gpu: a file of --out of another day, to compare with."),
+    pretend: bool = typer.Option(
+        False, "--pretend", help="gpu: run all stages without a GPU, on tiny models: a trial of the program."
+    ),
+    out: str = typer.Option(
+        "", metavar="FILE", help="gpu: the JSON file, written after each stage; gpu-DATE-TIME.json by default."
+    ),
     before: str = typer.Option("", metavar="PYTHON", help="controller: an interpreter of an earlier headrace, beside."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
@@ -51,6 +62,7 @@ def bench(
     progress = console(stderr=True)
     given = {
         "threads": threads, "quick": quick, "vllm": vllm, "before": before,
+        "stages": stages, "budget": budget, "compare": compare, "pretend": pretend, "out": out,
         "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
     }  # fmt: skip
     result = run_benchmark(

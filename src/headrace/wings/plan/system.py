@@ -9,6 +9,7 @@ from headrace.base.config import validate
 from headrace.base.types.weights import Interrupt
 from headrace.flow import FlowConfig
 from headrace.sync.config import TRANSPORTS
+from headrace.wings.plan.card import CardRates
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.costs import (
     ConstantRate,
@@ -91,7 +92,9 @@ class PlanContext:
     fit: Fit
     """The division of memory: how many accelerators an engine and the learner need."""
     measured: Measured | None = None
-    """Measured costs; ``None`` without a calibration."""
+    """Measured costs; ``None`` without a calibration by a run."""
+    rates: CardRates | None = None
+    """Rates that ``headrace bench gpu`` measured, which ``cluster`` has already; ``None`` without its file."""
 
     @property
     def view(self) -> str:
@@ -100,6 +103,11 @@ class PlanContext:
             return "measured: calibrated by a run"
         if self.cluster.constant:
             return "constant rates: as given, whatever the batch"
+        if self.rates is not None:
+            return (
+                f"roofline of {self.rates.card} as headrace bench gpu measured it: {self.cluster.decode_share:.0%} of "
+                f"it by an engine, {self.cluster.train_share:.0%} of its products by the learner"
+            )
         return (
             f"roofline: {self.cluster.decode_share:.0%} of what memory and arithmetic allow an engine, "
             f"{self.cluster.train_share:.0%} of the learner's peak"
@@ -146,8 +154,13 @@ class PlanContext:
             flop_per_token=2.0 * shape.active,
             bandwidth=device.bandwidth_gb_s * GB * ways * cluster.decode_share,
             flops=device.peak_tflops * 1e12 * ways * cluster.decode_share,
-            overhead_s=device.overhead_ms / 1e3,
+            overhead_s=self._overhead_s(),
         )
+
+    def _overhead_s(self) -> float:
+        """Return the seconds of an engine's step beside reading memory and computing: measured, or the catalogue's."""
+        measured = None if self.rates is None else self.rates.overhead_s
+        return self.cluster.device.overhead_ms / 1e3 if measured is None else measured
 
     def _learner_cost(self, trainers: int) -> LearnerCost:
         """Return the cost model of training on ``trainers`` accelerators: measured, by the rate in the cluster file, or
@@ -176,11 +189,14 @@ class PlanContext:
         rates of copies, network and memory."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=choice.interrupt)
-        cost = TRANSPORTS.load(choice.transport).cost
+        transport = TRANSPORTS.load(choice.transport)
+        cost, gb_s = transport.cost, transport.cost.gb_s
+        if transport.one_machine and self.rates is not None:
+            gb_s = self.rates.sync_gb_s or gb_s
         device, sent = self.cluster.device, self.sent_bytes()
         return SyncCost(
             snapshot_s=sent / (COPY_GB_S * GB * trainers),
-            travel_s=sent / ((cost.gb_s or self.cluster.network_gb_s) * GB) + cost.fixed_s,
+            travel_s=sent / ((gb_s or self.cluster.network_gb_s) * GB) + cost.fixed_s,
             gap_s=SWAP_S + 2.0 * sent / (device.bandwidth_gb_s * GB * self.fit.ways),
             interrupt=choice.interrupt,
             rolling=self.request.sync.rolling,

@@ -23,7 +23,11 @@ def plan(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the run."
     ),
     like: str = typer.Option("", "--like", metavar="RECIPE", help="Take open settings from a recipe."),
-    calibrate: Path = typer.Option(None, metavar="RUN", help="Take costs and lengths from this run's directory."),
+    calibrate: Path = typer.Option(
+        None,
+        metavar="RUN|FILE",
+        help="Take costs and lengths from this run's directory, or rates from a file of headrace bench gpu.",
+    ),
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
     seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
     picture: Path = typer.Option(None, metavar="FILE", help="Draw the simulated runs as an SVG."),
@@ -48,12 +52,16 @@ def plan(
             f"--picture {picture}: pictures are written as SVG", remedy=f"name it {picture.with_suffix('.svg')}"
         )
     config = load_config(run_file, overrides, like=like)
-    measured = None
-    if calibrate is not None:
+    measured, rates = None, None
+    if calibrate is not None and calibrate.is_file():
+        from headrace.wings.plan.card import read_rates
+
+        rates = read_rates(calibrate)
+    elif calibrate is not None:
         from headrace.wings.plan.calibration import calibrated
 
         measured = calibrated(calibrate)
-    site = make_site(asked_of(config), load_cluster(cluster_file), measured)
+    site = make_site(asked_of(config), load_cluster(cluster_file), measured, rates=rates)
     found = search(site, RealClock(), seed=seed, generation=generation or None)
     if picture is not None:
         from headrace.wings.plan.picture import plan_svg
