@@ -17,6 +17,10 @@ FORMAT = 1
 """Number of the format of the file."""
 
 
+_MEASURED = frozenset({"decode_share", "train_share", "peak_tflops", "bandwidth_gb_s", "generation_tok_s"})
+"""The settings of a cluster file that a file of measurements stands for."""
+
+
 class CardRates(msgspec.Struct, frozen=True, kw_only=True):
     """The rates of one GPU; ``None`` for those that have not been measured."""
 
@@ -88,13 +92,7 @@ def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
             f"cluster.accelerator={cluster.accelerator!r}, and --calibrate was measured on {rates.card}",
             remedy="name that GPU in the cluster file, or measure on the cluster's",
         )
-    given = cluster.model_fields_set & {
-        "decode_share",
-        "train_share",
-        "peak_tflops",
-        "bandwidth_gb_s",
-        "generation_tok_s",
-    }
+    given = cluster.model_fields_set & _MEASURED
     if given:
         raise ConfigError(
             f"cluster.{min(given)} is given, and --calibrate has measured it", remedy="leave one of the two out"

@@ -6,6 +6,7 @@ import platform
 import shutil
 import subprocess
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 
@@ -64,7 +65,7 @@ def _copies(stage: StageContext, num_bytes: int) -> None:
         "copy_device": (other, there, 2),
     }  # fmt: skip
     rates = {
-        f"{name}_gb_s": times * num_bytes / stage.shortest_s(lambda to=to, of=of: to.copy_(of)) / 1e9
+        f"{name}_gb_s": times * num_bytes / stage.shortest_s(partial(to.copy_, of)) / 1e9
         for name, (to, of, times) in pairs.items()
     }
     stage.row(what="copies", mib=num_bytes / 2**20, **rates)

@@ -66,7 +66,9 @@ CASES = (
 """The measurements, in the order of their importance."""
 _SMALL = {"tokens_per_microbatch": 64}
 TINY = (
-    LearnerCase(what="packed", model=MEASURED[1], needs_s=0, answers=(5, 9, 12, 7), prompt=4, settings=_SMALL, aimed=True),
+    LearnerCase(
+        what="packed", model=MEASURED[1], needs_s=0, answers=(5, 9, 12, 7), prompt=4, settings=_SMALL, aimed=True
+    ),
     LearnerCase(
         what="recompute, optimizer in host memory", model=MIDDLE, needs_s=0, answers=(5, 9), prompt=4,
         settings={**_SMALL, "memory": {"recompute": True, "offload_optimizer": True}},

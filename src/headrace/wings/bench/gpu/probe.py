@@ -37,17 +37,20 @@ def probe() -> CardFacts:
     import torch
 
     triton = metadata.version("triton") if importlib.util.find_spec("triton") else ""
-    built = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "triton": triton}
+    built = CardFacts(torch=str(torch.__version__), cuda=torch.version.cuda or "", triton=triton)
     try:
         torch.cuda.init()
-        count = torch.cuda.device_count()
         free, total = torch.cuda.mem_get_info(0)
-        capability = torch.cuda.get_device_capability(0)
-        return CardFacts(
-            **built, count=count, name=torch.cuda.get_device_name(0), capability=capability, total=total, free=free
+        return msgspec.structs.replace(
+            built,
+            count=torch.cuda.device_count(),
+            name=torch.cuda.get_device_name(0),
+            capability=torch.cuda.get_device_capability(0),
+            total=total,
+            free=free,
         )
     except (RuntimeError, AssertionError) as error:  # the latter for a build without CUDA
-        return CardFacts(**built, error=str(error).strip().splitlines()[0])
+        return msgspec.structs.replace(built, error=str(error).strip().splitlines()[0])
 
 
 if __name__ == "__main__":

@@ -99,7 +99,7 @@ def model_of(name: str, *, pretend: bool) -> RandomModel:
 def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bool) -> Path:
     """Write the model of that name with random weights, in the number format ``dtype``, and a tokenizer into a
     directory below ``folder``, unless it is there, and return the directory. The numbers are drawn on ``device``, which
-    is much faster than on a processor."""
+    is much faster than on a processor; with ``pretend`` on the processor."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
@@ -120,7 +120,7 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
         bos_token_id=None,
     )
     logging.disable_progress_bar()
-    with BUILDING, torch.random.fork_rng(devices=[]), torch.device(device):
+    with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu" if pretend else device):
         torch.manual_seed(0)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     model.to("cpu").save_pretrained(directory)

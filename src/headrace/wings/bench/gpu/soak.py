@@ -33,7 +33,8 @@ async def _loop(stage: StageContext) -> None:
         str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": "bfloat16"},
         engine={"max_context": new + 16, "max_sequences": 64},
     )  # fmt: skip
-    device, host = [], []
+    device: list[int] = []
+    host: list[int] = []
     most = LEAST if stage.pretend else 10_000
     async with policy:
         while len(device) < LEAST or (stage.left_s() > stage.request.seconds / 5 and len(device) < most):
