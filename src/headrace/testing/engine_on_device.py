@@ -2,8 +2,8 @@
 ``python -m headrace.testing.engine_on_device DEVICE SECONDS [--few]``.
 
 It prints one JSON object for each clause, as soon as it is checked, with the suite, the clause, what came of it, and
-the seconds. It ends early, without an error, where SECONDS have passed. ``--few`` leaves out the commits of modes that
-need many steps."""
+the seconds. It ends early, without an error, where SECONDS have passed. ``--few`` leaves out the clauses that need many steps.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from headrace.engine.embedded import NATIVE
 from headrace.testing.engine_contract import SUITES, Clause, run_clause
 from headrace.testing.engine_rig import Rig, native_rig
 
-LONG = "commits with `"
-"""The beginning of the names of the clauses that need many steps."""
+LONG = ("commits with `", "takes adapters alone", "takes the weights of a mixture")
+"""The beginnings of the names of the clauses that need many steps."""
 BROKEN = "BROKEN: "
 """The beginning of the result of a clause that the engine breaks."""
 

@@ -10,6 +10,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.resources import as_file, files
 from pathlib import Path
 from typing import Any
 
@@ -44,10 +45,12 @@ def run(stage: StageContext) -> None:
     else:
         run_file = build_demo(folder, seed=0).run_file
     steps = 30 if stage.pretend else 300
+    with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
+        reward = f"env.reward={user_code}:odd"  # an untrained model solves nothing
     settings = [
         f"run.dir={folder / 'run'}", "observe.report=false", f"run.steps={steps}", "run.checkpoint_every=2",
         f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
-        *(["data.eval_path=", "flow.groups_per_step=4"] if stage.pretend else []),
+        *(["data.eval_path=", "flow.groups_per_step=4", reward] if stage.pretend else []),
     ]  # fmt: skip
     asyncio.run(_lives(stage, run_file, settings, folder / "run"))
     if stage.request.vllm and not stage.pretend:

@@ -44,7 +44,7 @@ def run(stage: StageContext) -> None:
 async def _compare(stage: StageContext, model: str, dtype: str) -> None:
     """Sample groups of answers and train on them, and record how far log π and log μ are apart."""
     folder = write_model(stage.directory, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
-    long, new, room = (24, 6, 160) if stage.pretend else (700, 48, 6_000)
+    long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
     vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     start = rng.integers(3, vocab, long).tolist()
@@ -57,11 +57,11 @@ async def _compare(stage: StageContext, model: str, dtype: str) -> None:
     async with policy:
         groups = await policy.sample(prompts, n=4, max_new_tokens=new, seed=1)
         metrics = policy.forward_backward(groups, [[1.0, -1.0, 0.5, -0.5]] * len(prompts)).metrics
-        facts = policy.facts
+        facts, stats = policy.facts, policy.engine.stats
     apart = metrics["mismatch_abs"]
     stage.row(
         what=f"engine against learner, {model}, {dtype}", mean_apart=apart, kl=metrics["mismatch_kl"],
-        attention=facts["attention"], cache_tokens=room,
+        attention=facts["attention"], cache_tokens=room, preempted=stats.preempted, cached=stats.cached_tokens,
     )  # fmt: skip
     name = f"engine against learner, {model}, {dtype}: mean |Δ logprob|"
     stage.target(at_most(name, apart, CLOSE[dtype], "nats"))

@@ -27,7 +27,7 @@ from headrace.wings.bench.gpu.probe import probe
 SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 """The sizes of keys and values of the supported architectures that the decoding kernel has room for."""
 RULES: Mapping[str, Mapping[str, Any]] = {
-    "plain": {}, "window": {"window": 128}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": True},
+    "plain": {}, "window": {"window": True}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": True},
 }  # fmt: skip
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """Largest difference from float64 by number format, for values of about 1."""
@@ -75,13 +75,14 @@ def _try(stage: StageContext, case: DecodeCase, sizes: tuple[int, int], dtype: t
     heads = case.kv_heads * case.group
     given = dict(RULES[rule])
     sinks = torch.linspace(-1, 1, heads, device=device, dtype=dtype) if given.pop("sinks", False) else None
-    asked = Rule(
-        layer=0, scale=sizes[0] ** -0.5, sinks_H=sinks, **{"window": None, "softcap": None, "chunk": None, **given}
-    )
+    given |= {"window": case.context // 8} if given.pop("window", False) else {}
+    limits: dict[str, Any] = {"window": None, "softcap": None, "chunk": None, **given}
+    asked = Rule(layer=0, scale=sizes[0] ** -0.5, sinks_H=sinks, **limits)
     attention = TritonAttention(geometry, device)
     with torch.inference_mode():
         got = attention.attend(qkv, cache.layers[0], asked)
         wanted = defined(geometry, qkv[0], cache.layers[0], asked)
+    stage.target(at_most(f"write, {name}: numbers that differ", _unwritten(geometry, qkv, cache), 0, "numbers"))
     worst = float((got.double() - wanted).abs().max())
     stage.target(at_most(f"decode, {name}: largest difference from float64", worst, CLOSE[dtype], "of about 1"))
     if stage.pretend:
@@ -118,6 +119,17 @@ def _inputs(
     for pool in cache.layers[0]:
         pool.copy_(torch.randn(pool.shape, generator=draws).to(device, dtype))
     return geometry, (query, keys, values), cache
+
+
+def _unwritten(geometry: Geometry, qkv: tuple[Tensor, Tensor, Tensor], cache: PagedCache) -> int:
+    """Return how many numbers of the new keys and values differ from what their blocks of the cache hold after the
+    pass."""
+    rows = np.arange(len(geometry.starts_R))
+    device = qkv[0].device
+    blocks = torch.from_numpy(geometry.tables_RB[rows, geometry.starts_R // BLOCK].astype(np.int64)).to(device)
+    within = torch.from_numpy(geometry.starts_R % BLOCK).to(device)
+    pairs = zip(qkv[1:], cache.layers[0], strict=True)
+    return sum(int((pool[blocks, :, within] != new).sum()) for new, pool in pairs)
 
 
 def defined(geometry: Geometry, query_RHE: Tensor, layer: tuple[Tensor, Tensor], rule: Rule) -> Tensor:

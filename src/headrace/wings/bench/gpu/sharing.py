@@ -58,7 +58,7 @@ async def _turns(stage: StageContext) -> None:
         reserved_gib=reserved / GIB, fragmented=1 - held / reserved if reserved else 0.0,
     )  # fmt: skip
     for name, column in (("asleep", asleep), ("awake", awake)):
-        growth = column[-1] / column[1] if column[1] else 1.0
+        growth = column[-1] / column[1]
         stage.target(at_most(f"sharing, memory {name} in the last turn by the second's", growth, GROWTH, "ratio"))
     stage.target(at_least("sharing, turns", len(awake), ROUNDS, "turns"))
 

@@ -45,8 +45,7 @@ async def _loop(stage: StageContext) -> None:
             device.append(torch.cuda.memory_allocated())
             host.append(memory_bytes("VmRSS"))
     for name, column, most_growth in (("device", device, GROWTH), ("host", host, HOST_GROWTH)):
-        middle = column[len(column) // 3]
-        growth = column[-1] / middle if middle else 1.0
+        growth = column[-1] / column[len(column) // 3]
         stage.row(what=f"memory of the {name}", rounds=len(column), last_mib=column[-1] / 2**20, growth=growth)
         stage.target(at_most(f"soak, memory of the {name}: growth", growth, most_growth, "ratio"))
     stage.target(at_least("soak, rounds", len(device), LEAST, "rounds"))
