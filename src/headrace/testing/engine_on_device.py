@@ -2,8 +2,8 @@
 ``python -m headrace.testing.engine_on_device DEVICE SECONDS [--few]``.
 
 It prints one JSON object for each clause, as soon as it is checked, with the suite, the clause, what came of it, and
-the seconds. It ends early, without an error, where SECONDS have passed. ``--few`` leaves out the clauses that need many steps.
-"""
+the seconds. It ends early, without an error, where SECONDS have passed. ``--few`` leaves out the clauses that need many
+steps."""
 
 from __future__ import annotations
 

@@ -85,9 +85,7 @@ def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
     cluster file gives rates itself.
     """
     known = {name.casefold() for name in accelerators()}
-    words = set(re.split(r"[\s_/]+|-(?=PCIe|\d+GB)", rates.card, flags=re.IGNORECASE))
-    named = re.split(r"-", cluster.accelerator)[0].casefold()
-    if cluster.accelerator.casefold() in known and named not in {word.casefold() for word in words}:
+    if cluster.accelerator.casefold() in known and not _words(cluster.accelerator) <= _words(rates.card):
         raise ConfigError(
             f"cluster.accelerator={cluster.accelerator!r}, and --calibrate was measured on {rates.card}",
             remedy="name that GPU in the cluster file, or measure on the cluster's",
@@ -104,3 +102,14 @@ def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
         "train_share": min(1.0, rates.train_share or 1.0),
     }
     return cluster.model_copy(update=measured)
+
+
+def _words(name: str) -> frozenset[str]:
+    """Return the words of a GPU's name, as the catalogue or the driver gives it, without those for its memory and its
+    slot, which the two write differently.
+
+    >>> sorted(_words("RTX-4090")), sorted(_words("A100-40GB"))
+    (['4090', 'rtx'], ['a100'])
+    """
+    words = re.split(r"[\s_/-]+", name.casefold())
+    return frozenset(word for word in words if not re.fullmatch(r"pcie|sxm\d?|\d+gb", word))

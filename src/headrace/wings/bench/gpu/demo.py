@@ -44,17 +44,18 @@ def run(stage: StageContext) -> None:
         write_untrained(folder, seed=0)
     else:
         run_file = build_demo(folder, seed=0).run_file
-    steps = 30 if stage.pretend else 300
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
-        reward = f"env.reward={user_code}:odd"  # an untrained model solves nothing
-    settings = [
-        f"run.dir={folder / 'run'}", "observe.report=false", f"run.steps={steps}", "run.checkpoint_every=2",
-        f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
-        *(["data.eval_path=", "flow.groups_per_step=4", reward] if stage.pretend else []),
-    ]  # fmt: skip
-    asyncio.run(_lives(stage, run_file, settings, folder / "run"))
-    if stage.request.vllm and not stage.pretend:
-        asyncio.run(_with_vllm(stage, run_file, folder, settings))
+        settings = [
+            f"run.dir={folder / 'run'}", "observe.report=false", "run.checkpoint_every=2",
+            f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
+        ]  # fmt: skip
+        if stage.pretend:  # an untrained model solves nothing, and would have no reward to prefer
+            settings += [
+                "run.steps=30", "data.eval_path=", "flow.groups_per_step=4", f"env.reward={user_code}:odd"
+            ]  # fmt: skip
+        asyncio.run(_lives(stage, run_file, settings, folder / "run"))
+        if stage.request.vllm and not stage.pretend:
+            asyncio.run(_with_vllm(stage, run_file, folder, settings))
 
 
 async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:

@@ -57,7 +57,7 @@ async def _compare(stage: StageContext, model: str, dtype: str) -> None:
     async with policy:
         groups = await policy.sample(prompts, n=4, max_new_tokens=new, seed=1)
         metrics = policy.forward_backward(groups, [[1.0, -1.0, 0.5, -0.5]] * len(prompts)).metrics
-        facts, stats = policy.facts, policy.engine.stats
+        facts, stats = policy.facts, policy.engine.stats()
     apart = metrics["mismatch_abs"]
     stage.row(
         what=f"engine against learner, {model}, {dtype}", mean_apart=apart, kl=metrics["mismatch_kl"],
