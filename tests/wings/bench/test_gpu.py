@@ -21,7 +21,7 @@ from headrace.models.kernels.build import find_compiler
 from headrace.wings.bench import run_benchmark
 from headrace.wings.bench.gpu import refusals, shapes
 from headrace.wings.bench.gpu import vllm as vllm_stage
-from headrace.wings.bench.gpu.base import GIB, StageOutcome, read_lines
+from headrace.wings.bench.gpu.base import GIB, GpuStageOutcome, read_lines
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
 from headrace.wings.bench.gpu.files import GpuFile, compared, rates_of, read_file, write_file
 from headrace.wings.bench.gpu.probe import CardFacts
@@ -45,12 +45,12 @@ def kinds(**shares: float) -> dict[str, StageKind]:
 
 def ran(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, budget_s: float, **shares: float
-) -> tuple[list[StageOutcome], list[list[str]]]:
+) -> tuple[list[GpuStageOutcome], list[list[str]]]:
     """The outcomes of stages of these shares, and the states that were flushed after each."""
     monkeypatch.chdir(ROOT)  # the stages are imported from here
     flushed: list[list[str]] = []
 
-    def flush(outcomes: Sequence[StageOutcome]) -> None:
+    def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
         flushed.append([outcome.state for outcome in outcomes])
 
     plan = StagesPlan(names=list(shares), budget_s=budget_s, directory=tmp_path, kinds=kinds(**shares))
@@ -170,7 +170,7 @@ def test_files_are_compared_and_an_other_format_is_refused(tmp_path: Path) -> No
         "compared, engine": ("slower", 0.9), "compared, gap_s": ("faster", 0.5),
         "compared, same": ("same", pytest.approx(0.990, abs=1e-3)),
     }  # fmt: skip
-    outcome = StageOutcome(name="facts", state="done", figures={"copy_device_gb_s": 3000.0})
+    outcome = GpuStageOutcome(name="facts", state="done", figures={"copy_device_gb_s": 3000.0})
     content = GpuFile(
         made="now", pretend=False, card="H100", budget_s=1.0, rates=rates_of("H100", [outcome]), stages=[outcome]
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import typer
 
 from headrace.run.cli.commands import PLAN, Verb
@@ -55,21 +57,23 @@ def bench(
 ) -> None:
     """Run one benchmark on this machine, print its report, and exit with status 1 if a target does not hold. Options
     that another benchmark reads are refused; :data:`HELP` is the text of ``--help``."""
-    starting(f"loading what the benchmark {name} needs")
-    from headrace.wings.bench import run_benchmark
-    from headrace.wings.bench.base import show
-
-    progress = console(stderr=True)
     given = {
         "threads": threads, "quick": quick, "vllm": vllm, "before": before,
         "stages": stages, "budget": budget, "compare": compare, "pretend": pretend, "out": out,
         "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
     }  # fmt: skip
-    result = run_benchmark(
-        name,
-        on_progress=lambda line: progress.print(line, style="dim"),
-        **{option: value for option, value in given.items() if value},
-    )
+    _run(name, {option: value for option, value in given.items() if value}, as_json=as_json)
+
+
+def _run(name: str, options: Mapping[str, object], *, as_json: bool) -> None:
+    """Run the benchmark ``name`` with its options, print its report, and exit with status 1 if a target does not
+    hold."""
+    starting(f"loading what the benchmark {name} needs")
+    from headrace.wings.bench import run_benchmark
+    from headrace.wings.bench.base import show
+
+    progress = console(stderr=True)
+    result = run_benchmark(name, on_progress=lambda line: progress.print(line, style="dim"), **options)
     if as_json:
         print_json(result)
     else:

@@ -36,21 +36,12 @@ def plan(
     """Predict throughput, idle time, ages and memory of a run on a cluster, and search for better settings."""
     starting(f"reading {run_file} and loading what a plan needs")
     from headrace.base.clock import RealClock
-    from headrace.base.errors import ConfigError
     from headrace.run.session import load_config
     from headrace.wings.plan import load_cluster, make_site
     from headrace.wings.plan import plan as search
     from headrace.wings.plan.words import describe
 
-    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
-        raise ConfigError(
-            f"--picture {picture} cannot be written: it is a directory, or lies in none that exists",
-            remedy="give a file in a directory that exists",
-        )
-    if picture is not None and picture.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture {picture}: pictures are written as SVG", remedy=f"name it {picture.with_suffix('.svg')}"
-        )
+    _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
     measured, rates = None, None
     if calibrate is not None and calibrate.is_file():
@@ -73,6 +64,21 @@ def plan(
     out = console()
     for line in describe(found, bound):
         out.print(line)
+
+
+def _refuse_picture(picture: Path | None) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a file ``picture`` that cannot be written as SVG."""
+    from headrace.base.errors import ConfigError
+
+    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
+        raise ConfigError(
+            f"--picture {picture} cannot be written: it is a directory, or lies in none that exists",
+            remedy="give a file in a directory that exists",
+        )
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--picture {picture}: pictures are written as SVG", remedy=f"name it {picture.with_suffix('.svg')}"
+        )
 
 
 def _tree(found: SearchResult) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from headrace.base.clock import RealClock
 from headrace.base.environ import program_environment
 from headrace.base.errors import ConfigError
 from headrace.wings.bench.base import Report, Row, Target, at_most, report
-from headrace.wings.bench.gpu.base import StageOutcome
+from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
 from headrace.wings.bench.gpu.files import GpuFile, compared, figures_of, rates_of, read_file, write_file
 from headrace.wings.bench.gpu.refusals import ask_card, refuse_card, refuse_options
@@ -65,7 +65,7 @@ def measure(
             refuse_card(found, names)
             card = found.name
 
-        def flush(outcomes: Sequence[StageOutcome]) -> None:
+        def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
             """Write the file with the outcomes so far."""
             rates = rates_of(card, outcomes)
             content = GpuFile(
@@ -110,7 +110,7 @@ def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
     )
 
 
-def _report(outcomes: Sequence[StageOutcome], before: GpuFile | None) -> Report:
+def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Report:
     """Return the report: a row of each stage, all of their rows and targets, and the comparison with the file
     ``before``. A stage that failed or was killed is a target that does not hold."""
     rows: list[Row] = []

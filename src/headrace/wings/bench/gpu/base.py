@@ -51,7 +51,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Numbers for later stages, for the comparison with another file, and for ``headrace plan``, by name."""
 
 
-class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
+class GpuStageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What became of one stage."""
 
     name: str
@@ -69,6 +69,7 @@ class StageOutcome(msgspec.Struct, frozen=True, kw_only=True):
     rows: list[Row] = []
     targets: list[Target] = []
     figures: dict[str, float] = {}
+    """Numbers for later stages, for comparisons and for ``headrace plan``, by name."""
 
 
 class WorkCounter(Protocol):

@@ -97,18 +97,22 @@ async def _life(
 
 async def _kill(run_dir: Path, seen: DemoRun, victims: list[str]) -> None:
     """Kill one part after the other, each when the run has made two more steps since the last kill."""
-    reached = 1
-    for role in victims:
+    for number, role in enumerate(victims):
         while role not in seen.kills:
             status = read_status(run_dir)
-            parts = [] if status is None or status.steps_done <= reached else status.components
-            for part in parts:
-                if part.role.startswith(role) and part.state == "ready":
-                    with suppress(ProcessLookupError):
-                        os.kill(part.pid, signal.SIGKILL)
-                        seen.kills[role] = part.pid
+            parts = [] if status is None or status.steps_done <= 1 + 2 * number else status.components
+            _kill_ready(
+                [part.pid for part in parts if part.role.startswith(role) and part.state == "ready"], role, seen
+            )
             await asyncio.sleep(0.05)
-        reached += 2
+
+
+def _kill_ready(pids: Sequence[int], role: str, seen: DemoRun) -> None:
+    """Kill the processes ``pids``, which are parts of that role, and note it in ``seen``."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            seen.kills[role] = pid
 
 
 async def _with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:

@@ -24,7 +24,7 @@ import psutil
 
 from headrace.base.clock import Clock
 from headrace.base.environ import PROCESS_GONE, program_environment
-from headrace.wings.bench.gpu.base import StageOutcome, StageRequest, read_lines
+from headrace.wings.bench.gpu.base import GpuStageOutcome, StageRequest, read_lines
 from headrace.wings.bench.gpu.stages import STAGES, StageKind
 
 STAGE_PROGRAM = "headrace.wings.bench.gpu.stage"
@@ -56,11 +56,14 @@ class StagesPlan:
 
 
 def run_stages(
-    plan: StagesPlan, clock: Clock, flush: Callable[[Sequence[StageOutcome]], None], on_progress: Callable[[str], None]
-) -> list[StageOutcome]:
+    plan: StagesPlan,
+    clock: Clock,
+    flush: Callable[[Sequence[GpuStageOutcome]], None],
+    on_progress: Callable[[str], None],
+) -> list[GpuStageOutcome]:
     """Run all stages of ``plan``, and return what became of each. ``flush`` is called after every stage with the
     outcomes so far, and ``on_progress`` with lines of progress."""
-    outcomes: list[StageOutcome] = []
+    outcomes: list[GpuStageOutcome] = []
     end_s = clock.now() + plan.budget_s
     figures: dict[str, float] = {}
     for place, name in enumerate(plan.names):
@@ -70,7 +73,7 @@ def run_stages(
         if limit_s < kind.least_s:
             why = f"its share of the {max(0.0, left_s):.0f} s left is {max(0.0, limit_s):.0f} s, and it needs "
             why += f"{kind.least_s:g}: raise --budget, or choose fewer --stages"
-            outcomes.append(StageOutcome(name=name, state="left out", why=why))
+            outcomes.append(GpuStageOutcome(name=name, state="left out", why=why))
         else:
             on_progress(f"{name}: {kind.what} (at most {limit_s:.0f} s)")
             outcomes.append(_run_stage(plan, name, limit_s, figures, clock))
@@ -79,7 +82,9 @@ def run_stages(
     return outcomes
 
 
-def _run_stage(plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str, float], clock: Clock) -> StageOutcome:
+def _run_stage(
+    plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str, float], clock: Clock
+) -> GpuStageOutcome:
     """Run one stage, kill it after ``limit_s`` seconds, and return what became of it. ``figures`` are those of the
     stages before."""
     kind, directory = plan.kinds[name], plan.directory / name
@@ -106,7 +111,7 @@ def _run_stage(plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str
         _end(process)
     found = read_lines(lines)
     state = "out of time" if timed_out else "failed" if process.returncode else "done"
-    return StageOutcome(
+    return GpuStageOutcome(
         name=name, state=state, why="" if state == "done" else _last_words(log), seconds=clock.now() - start_s,
         processor_s=processor_s, limit_s=limit_s,
         rows=[line.row for line in found if line.row is not None],
@@ -123,12 +128,19 @@ def _wait(process: subprocess.Popen[bytes], end_s: float, clock: Clock) -> float
         with suppress(*PROCESS_GONE):
             top = psutil.Process(process.pid)
             for one in (top, *top.children(recursive=True)):
-                with suppress(*PROCESS_GONE):
-                    times = one.cpu_times()
-                    used[one.pid] = times.user + times.system
+                used[one.pid] = _processor_s(one, used.get(one.pid, 0.0))
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(0.0, min(LOOK_S, end_s - clock.now())))
     return sum(used.values())
+
+
+def _processor_s(process: psutil.Process, former_s: float) -> float:
+    """Return the processor time of a process in seconds; ``former_s``, what was seen last, if it has ended."""
+    try:
+        times = process.cpu_times()
+    except PROCESS_GONE:
+        return former_s
+    return float(times.user + times.system)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

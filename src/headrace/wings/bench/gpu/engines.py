@@ -33,6 +33,7 @@ class Load:
     """A batch of equal requests."""
 
     sequences: int
+    """Number of requests, which all run at once."""
     prompt: int
     """Tokens of each prompt."""
     new: int

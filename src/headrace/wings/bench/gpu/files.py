@@ -10,7 +10,7 @@ import msgspec
 
 from headrace.base.errors import DataError
 from headrace.wings.bench.base import Row
-from headrace.wings.bench.gpu.base import StageOutcome
+from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.plan.card import FORMAT, CardRates
 
 SLOWER = 0.95
@@ -38,16 +38,16 @@ class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: float
     rates: CardRates
     """What ``headrace plan --calibrate`` reads; a rate is ``None`` until it has been measured."""
-    stages: list[StageOutcome]
+    stages: list[GpuStageOutcome]
 
 
-def rates_of(card: str, outcomes: Sequence[StageOutcome]) -> CardRates:
+def rates_of(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
     """Return what the planner needs, as far as the stages so far have measured it."""
     figures = figures_of(outcomes)
     return CardRates(card=card, **{name: figures.get(key) for name, key in _RATES.items()})
 
 
-def figures_of(outcomes: Sequence[StageOutcome]) -> dict[str, float]:
+def figures_of(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:
     """Return the figures of all stages by name."""
     return {key: value for outcome in outcomes for key, value in outcome.figures.items()}
 

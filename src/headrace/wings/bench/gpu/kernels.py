@@ -38,9 +38,11 @@ class DecodeCase:
     """One call of the decoding kernel: a batch, and the heads of a layer."""
 
     rows: int
+    """Number of sequences, each of which decodes one token."""
     context: int
     """Longest context; the rows have contexts from half of it up."""
     kv_heads: int
+    """Number of key-value heads."""
     group: int
     """Number of query heads for each key-value head."""
 

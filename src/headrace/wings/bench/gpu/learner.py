@@ -41,7 +41,9 @@ class LearnerCase:
     model: str
     needs_s: float
     answers: tuple[int, ...] = PACKED
+    """Number of tokens of each answer of the batch."""
     prompt: int = PROMPT
+    """Number of tokens of each prompt."""
     settings: Mapping[str, Any] = field(default_factory=lambda: {"tokens_per_microbatch": 4096})
     rank: int = 0
     """Rank of the adapter that is trained; 0: all weights are."""

@@ -55,7 +55,9 @@ def _measure(stage: StageContext, name: str, codec: str) -> None:
     route = Route(address=str(path), codec=codec)
     with closing(make_publisher(route, weight_tensors(core.model))) as publisher:
         engine = _engine(stage, folder, load, codec, core)
-        way = _Way(stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"])
+        way = _VersionTransfer(
+            stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"]
+        )
         found = [way.version() for _ in range(VERSIONS + 2)][2:]
         row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}
         seconds = row["exposed_s"] + row["announce_s"] + row["stage_s"]
@@ -74,7 +76,7 @@ def _engine(stage: StageContext, folder: Path, load: Load, codec: str, core: Lea
     return open_engine(stage, folder, "bfloat16", load, receiver=receiver)
 
 
-class _Way:
+class _VersionTransfer:
     """The way of the weights from a learner to an engine."""
 
     def __init__(
