@@ -25,7 +25,7 @@ from headrace.wings.bench.base import Report, Row, Target, at_most, report
 from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
 from headrace.wings.bench.gpu.files import GpuFile, compared, figures_of, rates_of, read_file, write_file
-from headrace.wings.bench.gpu.refusals import ask_card, refuse_card, refuse_options
+from headrace.wings.bench.gpu.refusals import ask_card, folder_of_models, refuse_card, refuse_options
 from headrace.wings.bench.gpu.stages import chosen
 
 BUDGET_S = 600.0
@@ -54,9 +54,10 @@ def measure(
     names = chosen(stages)
     made = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
     path = Path(out or f"gpu-{made}.json")
-    refuse_options(budget=budget, vllm=vllm, out=path, pretend=pretend)
+    refuse_options(budget=budget, vllm=vllm, out=path)
     before = read_file(Path(compare)) if compare else None
-    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=_folder(pretend=pretend)) as scratch:
+    folder = Path(tempfile.gettempdir()) if pretend else folder_of_models()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as scratch:
         plan = StagesPlan(names=names, budget_s=budget, directory=Path(scratch), pretend=pretend, vllm=vllm)
         if pretend:
             card, plan = "claimed", _on_claimed_device(plan, Path(scratch))
@@ -77,12 +78,6 @@ def measure(
         outcomes = run_stages(plan, clock, flush, on_progress)
     on_progress(f"all figures are in {path}")
     return _report(outcomes, before)
-
-
-def _folder(*, pretend: bool) -> str | None:
-    """Return the folder for the models of the stages: shared memory on a machine with a GPU, which has room for them,
-    and otherwise the usual one (``None``)."""
-    return None if pretend or not Path("/dev/shm").is_dir() else "/dev/shm"
 
 
 def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:

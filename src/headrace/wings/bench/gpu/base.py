@@ -29,6 +29,8 @@ class StageRequest(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the device only claims to be a GPU, so that everything is tiny and no figure means anything."""
     directory: str
     """Empty directory for the files of the stage."""
+    models: str
+    """Directory of the models, which all stages share: each is written by the first that needs it."""
     seconds: float
     """Seconds after which the process is killed. The stage leaves measurements out that would end later."""
     lines: str
@@ -102,6 +104,11 @@ class StageContext:
     def directory(self) -> Path:
         """Directory for the files of the stage."""
         return Path(self.request.directory)
+
+    @property
+    def models(self) -> Path:
+        """Directory of the models, which all stages share."""
+        return Path(self.request.models)
 
     @property
     def pretend(self) -> bool:

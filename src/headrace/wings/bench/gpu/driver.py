@@ -89,11 +89,13 @@ def _run_stage(
     stages before."""
     kind, directory = plan.kinds[name], plan.directory / name
     directory.mkdir()
+    models = plan.directory / "models"
+    models.mkdir(exist_ok=True)
     lines, log, order = (plan.directory / f"{name}.{ending}" for ending in ("jsonl", "log", "order.json"))
     on_host = plan.pretend and kind.on_host
     request = StageRequest(
         stage=name, module=kind.module, device=plan.device, pretend=plan.pretend, directory=str(directory),
-        seconds=limit_s, lines=str(lines), ceilings=dict(figures), vllm=plan.vllm,
+        models=str(models), seconds=limit_s, lines=str(lines), ceilings=dict(figures), vllm=plan.vllm,
     )  # fmt: skip
     order.write_bytes(msgspec.json.encode(request))
     command = [sys.executable, "-m", STAGE_PROGRAM if on_host else plan.program, str(order)]

@@ -81,8 +81,7 @@ def _measure(stage: StageContext, case: EngineCase, name: str, overhead_s: float
     """Open an engine, decode, and record the figures of one case. ``overhead_s`` is the time that a step takes beside
     reading and computing. Return the seconds of a step beyond its floor."""
     sizes = model_of(case.model, pretend=stage.pretend).sizes
-    folder = write_model(
-        stage.directory, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
+    folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
     torch.cuda.reset_peak_memory_stats()
     engine = open_engine(stage, folder, DTYPE, case.load)

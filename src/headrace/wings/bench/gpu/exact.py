@@ -43,7 +43,7 @@ def run(stage: StageContext) -> None:
 
 async def _compare(stage: StageContext, model: str, dtype: str) -> None:
     """Sample groups of answers and train on them, and record how far log π and log μ are apart."""
-    folder = write_model(stage.directory, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
     vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)

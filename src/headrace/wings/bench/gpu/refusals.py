@@ -9,12 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from headrace.base.environ import program_environment, secret
+from headrace.base.environ import program_environment, secret, shared_memory_root
 from headrace.base.errors import ConfigError
 from headrace.models.devices import has_gpu_driver
 from headrace.wings.bench.gpu.base import GIB
@@ -28,6 +29,8 @@ C_COMPILERS = ("gcc", "clang", "cc")
 """The compilers that Triton tries for the program with which it launches kernels; ``CC`` names another."""
 OTHERS_BYTES = 2 * GIB
 """Memory of the GPU that may be taken when the command starts: that of the driver and of a desktop."""
+MODELS_BYTES = 50 * GIB
+"""Room that the random models of all stages need."""
 WITH_TRITON = frozenset({"kernels", "engine", "exact"})
 """The stages that need Triton."""
 ACTIVATION_BYTES = 6 * GIB
@@ -41,11 +44,11 @@ LEVER = {
 }
 
 
-def refuse_options(*, budget: float, vllm: str, out: Path, pretend: bool) -> None:
+def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for options that cannot work."""
     if budget <= 0:
         raise ConfigError(f"--budget {budget:g} is no time", remedy="give a number of seconds, such as 600")
-    if vllm and not os.access(vllm, os.X_OK):
+    if vllm and not (Path(vllm).is_file() and os.access(vllm, os.X_OK)):
         raise ConfigError(f"--vllm {vllm!r} is no program", remedy="name a Python interpreter that has vLLM")
     if out.is_dir() or not out.parent.is_dir():
         raise ConfigError(
@@ -57,6 +60,21 @@ def refuse_options(*, budget: float, vllm: str, out: Path, pretend: bool) -> Non
             f"--out {out} exists, and a file of figures is not overwritten",
             remedy=f"give another name; --compare {out} compares with it",
         )
+
+
+def folder_of_models() -> Path:
+    """Return the folder for the random models of all stages: shared memory, or the usual one for temporary files where
+    that has no room. Raises :class:`~headrace.base.errors.ConfigError` where neither has."""
+    folders = (shared_memory_root(), Path(tempfile.gettempdir()))
+    free = {folder: shutil.disk_usage(folder).free for folder in folders}
+    for folder in folders:
+        if free[folder] >= MODELS_BYTES:
+            return folder
+    found = " and ".join(f"{room / GIB:.0f} GiB in {folder}" for folder, room in free.items())
+    raise ConfigError(
+        f"the random models of all stages take {MODELS_BYTES / GIB:.0f} GiB, and there are {found}",
+        remedy="name a folder with more room in the variable TMPDIR; docker run --shm-size=64g",
+    )
 
 
 def ask_card() -> CardFacts:

@@ -5,6 +5,7 @@ The sizes are those of the ``config.json`` of each model; of large mixtures only
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,6 +111,8 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
     directory = folder / f"{name.replace(', ', '-').replace(' ', '-')}-{dtype}"
     if directory.exists():
         return directory
+    partial = directory.with_suffix(".partial")  # which a stage that was killed may have left
+    shutil.rmtree(partial, ignore_errors=True)
     chosen = model_of(name, pretend=pretend)
     tokenizer = char_tokenizer(_CHARACTERS)
     config = AutoConfig.for_model(
@@ -123,6 +126,7 @@ def write_model(folder: Path, name: str, *, dtype: str, device: str, pretend: bo
     with BUILDING, torch.random.fork_rng(devices=[]), torch.device("cpu" if pretend else device):
         torch.manual_seed(0)  # noqa: TID251 - transformers initialises from the global generator
         model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-    model.to("cpu").save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    model.to("cpu").save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(directory)
     return directory

@@ -36,7 +36,7 @@ def run(stage: StageContext) -> None:
 
 async def _turns(stage: StageContext) -> None:
     """Sample with the engine, put it to sleep, train, publish, and wake it with the new weights, ten times."""
-    folder = write_model(stage.directory, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 128
     policy = Policy.load(
         str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": "bfloat16"},
@@ -65,7 +65,7 @@ async def _turns(stage: StageContext) -> None:
 
 def _lack(stage: StageContext) -> None:
     """Allow this process little memory, let a step fail, and repeat it with the smaller passes that the error names."""
-    folder = write_model(stage.directory, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
+    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=False)
     vocab = model_of(SMALL, pretend=False).settings["vocab_size"]
     tokens, said = 65_536, ""
     batch: dict[str, Any] = {"prompt": 16, "answers": (2032,) * 32, "vocab": vocab}

@@ -27,7 +27,7 @@ def run(stage: StageContext) -> None:
 
 async def _loop(stage: StageContext) -> None:
     """Make rounds until a fifth of the time is left, and record the memory after each."""
-    folder = write_model(stage.directory, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage.models, SMALL, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     new = 4 if stage.pretend else 64
     policy = Policy.load(
         str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": "bfloat16"},

@@ -41,10 +41,10 @@ STAGES: Mapping[str, StageKind] = {
         module=f"{PACKAGE}.engine", share_s=90, what="tokens/s by the roofline; launches, waits, memory"
     ),
     "vllm": StageKind(module=f"{PACKAGE}.vllm", share_s=60, what="the same weights and requests in vLLM"),
-    "learner": StageKind(module=f"{PACKAGE}.learner", share_s=70, what="training steps by the products; memory"),
+    "learner": StageKind(module=f"{PACKAGE}.learner", share_s=90, what="training steps by the products; memory"),
     "sync": StageKind(module=f"{PACKAGE}.sync", share_s=50, what="versions from real steps; damage; commit gaps"),
     "sharing": StageKind(module=f"{PACKAGE}.sharing", share_s=50, what="sleep and wake on one GPU; lack of memory"),
-    "demo": StageKind(module=f"{PACKAGE}.demo", share_s=100, what="a run learns, loses parts, and is resumed"),
+    "demo": StageKind(module=f"{PACKAGE}.demo", share_s=130, what="a run learns, loses parts, and is resumed"),
     "soak": StageKind(module=f"{PACKAGE}.soak", share_s=30, what="whether memory stays flat"),
 }
 """All stages by name."""

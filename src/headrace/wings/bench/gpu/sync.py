@@ -48,7 +48,7 @@ def run(stage: StageContext) -> None:
 
 def _measure(stage: StageContext, name: str, codec: str) -> None:
     """Bring versions of real steps to an engine that decodes, and record the medians."""
-    folder = write_model(stage.directory, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage.models, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
     load = Load(sequences=4, prompt=8, new=200) if stage.pretend else Load(sequences=64, prompt=256, new=512)
     core = open_learner(stage, folder, "bfloat16", {"tokens_per_microbatch": 4096, "lr": 1e-5})
     path = shared_memory_root() / f"headrace-gpu-{stage.directory.name}-{codec}"

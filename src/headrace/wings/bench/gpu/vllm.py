@@ -43,7 +43,7 @@ def run(stage: StageContext) -> None:
 def _compare(stage: StageContext, name: str, load: Load) -> None:
     """Send the same requests to both, and record tokens per second of whole requests."""
     dtype = "float32" if stage.pretend else "bfloat16"
-    folder = write_model(stage.directory, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
     vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
