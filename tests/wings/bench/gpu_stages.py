@@ -23,5 +23,6 @@ def run(stage: StageContext) -> None:
         child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE)
         stage.row(what="child", pid=child.pid)
         threading.Event().wait()  # for ever
-    stage.fits("what is quick", 0.0)
-    stage.fits("what is endless", 1e9)
+    stage.attempt("what is endless", threading.Event().wait, needs_s=1e9)
+    stage.attempt("what is broken", lambda: 1 // 0)
+    stage.attempt("what comes after", lambda: stage.row(what="after"))

@@ -66,12 +66,15 @@ def test_a_stage_that_fails_or_hangs_takes_nothing_from_the_others(
     first, failed, hung, last = outcomes
     assert "nobody's business" in failed.why
     assert first.why == last.why == ""
-    assert [row["what"] for row in first.rows] == ["first", "what is endless"], "what fits leaves no row"
+    assert [row["what"] for row in first.rows] == ["first", "what is endless", "what is broken", "after"]
     assert "--budget" in first.rows[1]["left_out"]
+    assert first.rows[2]["failed"].startswith("ZeroDivisionError")
     assert [row["what"] for row in hung.rows] == ["hanging", "child"], "what it found before it was killed counts"
     assert not any(psutil.pid_exists(row["pid"]) for row in hung.rows)
     assert last.rows[0]["ceilings"] == {"first rate": 2.0, "failing rate": 2.0, "hanging rate": 2.0}
-    assert [target.name for target in first.targets] == ["first was here", "first was fast"]
+    assert [(target.name, target.holds) for target in first.targets] == [
+        ("first was here", True), ("first was fast", False), ("what is broken: failed", False)
+    ]  # fmt: skip
     assert first.processor_s > 0
 
 
@@ -80,6 +83,26 @@ def test_stages_that_no_longer_fit_are_left_out_and_say_so(tmp_path: Path, monke
     assert [outcome.state for outcome in outcomes] == ["left out", "out of time"]
     assert "it needs 5" in outcomes[0].why
     assert "raise --budget" in outcomes[0].why
+
+
+def test_a_stage_ends_with_the_command_that_started_it(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path\n"
+        "from headrace.base.clock import RealClock\n"
+        "from headrace.wings.bench.gpu.driver import StagesPlan, run_stages\n"
+        "from tests.wings.bench.test_gpu import kinds\n"
+        "plan = StagesPlan(names=['hanging'], budget_s=1e6, directory=Path(sys.argv[1]), kinds=kinds(hanging=1))\n"
+        "run_stages(plan, RealClock(), lambda outcomes: None, lambda line: None)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], cwd=ROOT) as command:
+        pids: list[int] = []
+        while len(pids) < 2:
+            assert command.poll() is None
+            pids = [line.row["pid"] for line in read_lines(tmp_path / "hanging.jsonl") if line.row is not None]
+        stage = psutil.Process(pids[0])
+        command.kill()
+    psutil.wait_procs([stage], timeout=60)
+    assert not stage.is_running() or stage.status() == psutil.STATUS_ZOMBIE
 
 
 def test_a_line_that_was_not_finished_is_ignored(tmp_path: Path) -> None:
@@ -160,7 +183,7 @@ def test_other_benchmarks_refuse_the_options_of_this_one() -> None:
 
 def test_stages_keep_their_order() -> None:
     assert list(chosen("")) == list(STAGES)
-    assert list(chosen(" soak,facts ")) == ["facts", "soak"]
+    assert list(chosen(" soak,sync ")) == ["facts", "sync", "soak"]
 
 
 def test_files_are_compared_and_an_other_format_is_refused(tmp_path: Path) -> None:
@@ -197,25 +220,36 @@ def test_layers_that_are_left_out_change_nothing_else() -> None:
         assert (ours.hidden, ours.heads, ours.expert_share) == (theirs.hidden, theirs.heads, theirs.expert_share)
 
 
-def test_program_for_vllm_counts_the_tokens_that_it_is_given(tmp_path: Path) -> None:
-    """With a module of vLLM's names that answers at once: what is tried is the program that its interpreter runs."""
-    (tmp_path / "vllm.py").write_text(
+def with_vllm(directory: Path, context: int) -> Path:
+    """An interpreter that has a module of vLLM's names, which answers at once. What it is for is the program that is run
+    by it, and what that is told."""
+    (directory / "vllm.py").write_text(
         "from types import SimpleNamespace as N\n"
         "__version__ = '1.2'\n"
         "SamplingParams = N\n"
         "class LLM:\n"
         "    def __init__(self, **settings): self.settings = settings\n"
         "    def generate(self, prompts, params, use_tqdm):\n"
-        "        assert params.ignore_eos and self.settings['max_model_len'] == 40\n"
+        "        assert params.ignore_eos and self.settings['max_model_len'] == "
+        f"{context}\n"
         "        return [N(outputs=[N(token_ids=[1] * params.max_tokens)]) for _ in prompts]\n"
     )
+    program = directory / "python"
+    program.write_text(f'#!/bin/sh\nPYTHONPATH={directory} exec {sys.executable} "$@"\n')
+    program.chmod(0o700)
+    return program
+
+
+def test_program_for_vllm_counts_the_tokens_that_it_is_given(tmp_path: Path) -> None:
     order = tmp_path / "order.json"
     spec = {"model": "m", "dtype": "float32", "context": 40, "sequences": 2, "new": 3, "prompts": [[1, 2], [3, 4]]}
     order.write_bytes(msgspec.json.encode(spec))
     done = subprocess.run(
-        [sys.executable, "-P", str(vllm_stage.PROGRAM), str(order)], env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+        [str(with_vllm(tmp_path, 40)), "-P", str(vllm_stage.PROGRAM), str(order)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     found = msgspec.json.decode(done.stdout.splitlines()[-1])
     assert found["vllm"] == "1.2"
     assert found["tok_s"] > 0
@@ -227,7 +261,8 @@ def test_program_for_vllm_counts_the_tokens_that_it_is_given(tmp_path: Path) -> 
 @pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler is installed")
 def test_all_of_it_runs_on_a_device_that_only_claims_to_be_a_gpu(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    report = run_benchmark("gpu", pretend=True, budget=1500.0, out=str(out))
+    vllm = str(with_vllm(tmp_path, vllm_stage.TINY.context))
+    report = run_benchmark("gpu", pretend=True, budget=1500.0, out=str(out), vllm=vllm)
     states = {row["stage"]: (row["state"], row.get("why")) for row in report.rows if "stage" in row}
     assert states == dict.fromkeys(STAGES, ("done", None))
     assert [target.name for target in report.targets if not target.holds] == []
@@ -241,5 +276,6 @@ def test_all_of_it_runs_on_a_device_that_only_claims_to_be_a_gpu(tmp_path: Path)
     (apart,) = [row for row in by_stage["exact"].rows if row["what"] == "engine against learner, qwen3-0.6b, float32"]
     assert apart["preempted"] > 0
     assert by_stage["sharing"].rows[0]["asleep_gib"] < by_stage["sharing"].rows[0]["awake_gib"]
+    assert by_stage["vllm"].rows[0]["vllm"] == "1.2"
     kills = next(row for row in by_stage["demo"].rows if row["what"] == "demo")
     assert (sorted(kills["killed"]), kills["steps"]) == (["engine", "learner"], 30)

@@ -3,6 +3,7 @@ measures, and what became of it. Importing this module does not import torch."""
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any, Protocol
 import msgspec
 
 from headrace.base.clock import Clock
-from headrace.wings.bench.base import Row, Target
+from headrace.wings.bench.base import Row, Target, at_most
 
 GIB = 2**30
 
@@ -93,6 +94,8 @@ class StageContext:
     """Counts the work of the device, which is real or only claimed."""
     wait: Callable[[], None]
     """Wait until the device has done all that it was ordered to do."""
+    release: Callable[[], None]
+    """Give memory back that nothing uses any more."""
     started_s: float = field(init=False)
     """Time of the clock at which the stage began."""
 
@@ -126,6 +129,19 @@ class StageContext:
         if left_s < needs_s:
             self.row(what=what, left_out=f"{left_s:.0f} s are left, and it takes about {needs_s:g}; raise --budget")
         return left_s >= needs_s
+
+    def attempt(self, what: str, act: Callable[[], object], *, needs_s: float = 0.0) -> None:
+        """Do the measurement ``act``, called ``what``, if ``needs_s`` seconds are left, and give its memory back. One
+        that fails is recorded as a target that does not hold, and the others go on."""
+        if not self.fits(what, 0.0 if self.pretend else needs_s):
+            return
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - the boundary of a measurement
+            traceback.print_exc()
+            self.row(what=what, failed=f"{type(error).__name__}: {error}"[:800])
+            self.target(at_most(f"{what}: failed", 1, 0, "measurements"))
+        self.release()
 
     def row(self, **columns: Any) -> None:
         """Record one measurement."""

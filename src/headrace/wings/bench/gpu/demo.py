@@ -46,13 +46,16 @@ def run(stage: StageContext) -> None:
         run_file = build_demo(folder, seed=0).run_file
     with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
         settings = [
-            f"run.dir={folder / 'run'}", "observe.report=false", "run.checkpoint_every=2",
+            f"run.dir={folder / 'run'}", "observe.report=false",
             f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
         ]  # fmt: skip
         if stage.pretend:  # an untrained model solves nothing, and would have no reward to prefer
             settings += [
+                "run.checkpoint_every=2",
                 "run.steps=30", "data.eval_path=", "flow.groups_per_step=4", f"env.reward={user_code}:odd"
             ]  # fmt: skip
+        else:
+            settings += ["run.checkpoint_every=20"]
         asyncio.run(_lives(stage, run_file, settings, folder / "run"))
         if stage.request.vllm and not stage.pretend:
             asyncio.run(_with_vllm(stage, run_file, folder, settings))

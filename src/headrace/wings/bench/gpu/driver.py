@@ -103,7 +103,7 @@ def _run_stage(
     start_s = clock.now()
     with log.open("w") as output:
         process = subprocess.Popen(
-            command, env=program_environment(variables), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            command, env=program_environment(variables), stdin=subprocess.PIPE, stdout=output, stderr=output,
             start_new_session=True,
         )  # fmt: skip
     try:
@@ -156,6 +156,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         with suppress(*PROCESS_GONE):
             one.kill()
     process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
 
 
 def _last_words(log: Path) -> str:

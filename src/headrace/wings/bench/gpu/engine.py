@@ -3,9 +3,9 @@ of the device, and how its memory compares with the planner's reckoning."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,9 +43,9 @@ CASES = (
     ),
     *(EngineCase(model=SMALL, load=Load(sequences=n, prompt=960, new=64), needs_s=6) for n in (1, 16, 64, BATCH)),
     EngineCase(model=SMALL, load=Load(sequences=64, prompt=960, new=64), needs_s=6, sampling={"top_p": 0.95}),
+    *(EngineCase(model=LARGE, load=Load(sequences=n, prompt=960, new=32), needs_s=25) for n in (64, BATCH)),
     EngineCase(model=SMALL, load=Load(sequences=16, prompt=8_000, new=32), needs_s=10),
     EngineCase(model=SMALL, load=Load(sequences=4, prompt=32_000, new=32), needs_s=15),
-    *(EngineCase(model=LARGE, load=Load(sequences=n, prompt=960, new=32), needs_s=25) for n in (64, BATCH)),
 )
 """The measurements, in the order of their importance."""
 TINY = (
@@ -59,16 +59,10 @@ TINY = (
 def run(stage: StageContext) -> None:
     """Measure all cases for which there is time. What a step of one sequence takes beyond its floor is the time that a
     step takes beside reading and computing, which the planner counts apart."""
-    overhead_s = 0.0
-    for number, case in enumerate(TINY if stage.pretend else CASES):
+    beside: dict[str, float] = {}
+    for case in TINY if stage.pretend else CASES:
         name = _name(case)
-        if stage.fits(name, case.needs_s):
-            beyond_s = _measure(stage, case, name, overhead_s)
-            if number == 0:
-                overhead_s = beyond_s
-                stage.figures(overhead_s=overhead_s)
-            gc.collect()
-            torch.cuda.empty_cache()
+        stage.attempt(name, partial(_measure, stage, case, name, beside), needs_s=case.needs_s)
 
 
 def _name(case: EngineCase) -> str:
@@ -77,9 +71,9 @@ def _name(case: EngineCase) -> str:
     return f"{case.model}, {case.load.sequences} x {case.load.prompt}{options}"
 
 
-def _measure(stage: StageContext, case: EngineCase, name: str, overhead_s: float) -> float:
-    """Open an engine, decode, and record the figures of one case. ``overhead_s`` is the time that a step takes beside
-    reading and computing. Return the seconds of a step beyond its floor."""
+def _measure(stage: StageContext, case: EngineCase, name: str, beside: dict[str, float]) -> None:
+    """Open an engine, decode, and record the figures of one case. ``beside`` has the time that a step takes beside
+    reading and computing, which the first case puts there."""
     sizes = model_of(case.model, pretend=stage.pretend).sizes
     folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
     )  # fmt: skip
@@ -94,13 +88,14 @@ def _measure(stage: StageContext, case: EngineCase, name: str, overhead_s: float
         what=name, tok_s=tok_s, step_ms=figures.step_s * 1e3, floor_ms=least_s * 1e3, floor_by_step=share,
         prefill_tok_s=figures.prefill_tok_s, context=figures.context, **figures.work, **_memory(engine, sizes.params),
     )  # fmt: skip
-    if case.aimed:
-        stage.target(
-            at_least(f"engine, {name}: floor of a step by the step", share, ROOFLINE, "fraction"), measured=True
-        )
-        beside = least_s / max(least_s, figures.step_s - overhead_s)
-        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": beside})
-    return max(0.0, figures.step_s - least_s)
+    if case.aimed and least_s:
+        target = at_least(f"engine, {name}: floor of a step by the step", share, ROOFLINE, "fraction")
+        stage.target(target, measured=True)
+        alone = least_s / max(least_s, figures.step_s - beside.get("overhead_s", 0.0))
+        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": alone})
+    if not beside and least_s:
+        beside["overhead_s"] = max(0.0, figures.step_s - least_s)
+        stage.figures(**beside)
 
 
 def _memory(engine: NativeEngine, params: int) -> dict[str, float]:

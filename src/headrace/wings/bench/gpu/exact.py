@@ -11,6 +11,7 @@ import asyncio
 import json
 import subprocess
 import sys
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,14 @@ def run(stage: StageContext) -> None:
         for dtype in ("float32", "bfloat16"):
             if model != SMALL and dtype == "float32" and not stage.pretend:
                 continue  # as large in float32 as a card
-            if stage.fits(f"{model} in {dtype}", contract_s + (0 if stage.pretend else 8)):
-                asyncio.run(_compare(stage, model, dtype))
+            what = f"engine against learner, {model}, {dtype}"
+            stage.attempt(what, partial(_compared, stage, model, dtype), needs_s=contract_s + 8)
     _contract(stage)
+
+
+def _compared(stage: StageContext, model: str, dtype: str) -> None:
+    """Compare engine and learner on one model in one number format."""
+    asyncio.run(_compare(stage, model, dtype))
 
 
 async def _compare(stage: StageContext, model: str, dtype: str) -> None:

@@ -7,9 +7,9 @@ gradients beside float32, and memory beside the planner's reckoning.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -87,19 +87,10 @@ def run(stage: StageContext) -> None:
     float32, then measure the other steps."""
     for case in TINY if stage.pretend else CASES:
         name = f"{case.model}, {case.what}"
-        if stage.fits(name, case.needs_s):
-            _measure(stage, case, name)
-            _free()
+        stage.attempt(name, partial(_measure, stage, case, name), needs_s=case.needs_s)
         if case.aimed:
-            for check in (_packed_is_alone, _gradients):
-                check(stage)
-                _free()
-
-
-def _free() -> None:
-    """Give the memory of the last learner back."""
-    gc.collect()
-    torch.cuda.empty_cache()
+            stage.attempt("packed against alone", partial(_packed_is_alone, stage))
+            stage.attempt("gradients", partial(_gradients, stage))
 
 
 def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, Any], rank: int = 0) -> LearnerCore:
@@ -158,7 +149,7 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
         what=name, tok_s=float(lengths.sum()) / seconds, step_s=seconds, mfu=share, first_step_s=times_s[0],
         peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned(sizes, case) / GIB, **counted,
     )  # fmt: skip
-    if case.aimed:
+    if case.aimed and share:
         stage.target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
         stage.figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
 

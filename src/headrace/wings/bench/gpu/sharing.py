@@ -4,7 +4,6 @@ that does not fit names a setting with which it fits."""
 from __future__ import annotations
 
 import asyncio
-import gc
 import re
 from typing import Any
 
@@ -25,13 +24,11 @@ SETTINGS = {"lr": 1e-6, "attention": "padded", "share_prefixes": False}
 
 def run(stage: StageContext) -> None:
     """Let both take turns, then provoke a lack of memory."""
-    asyncio.run(_turns(stage))
-    gc.collect()
-    torch.cuda.empty_cache()
+    stage.attempt("turns", lambda: asyncio.run(_turns(stage)))
     if stage.pretend:
         stage.row(what="lack of memory", left_out="the claimed device has as much memory as the machine")
     else:
-        _lack(stage)
+        stage.attempt("lack of memory", lambda: _lack(stage))
 
 
 async def _turns(stage: StageContext) -> None:
@@ -81,8 +78,7 @@ def _lack(stage: StageContext) -> None:
             found = re.search(r"learner\.tokens_per_microbatch = (\d+)", said)
             tokens = int(found[1]) if found else 0
         del core
-        gc.collect()
-        torch.cuda.empty_cache()
+        stage.release()
     torch.cuda.set_per_process_memory_fraction(1.0)
     stage.row(what="lack of memory", allowed_gib=28, said=said[:500], fits_with=tokens)
     works = bool(said) and tokens >= 2048

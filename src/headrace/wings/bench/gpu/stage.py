@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import sys
 from collections import Counter
@@ -12,6 +13,7 @@ from pathlib import Path
 import msgspec
 
 from headrace.base.clock import RealClock
+from headrace.launch.hosts.main import die_with_starter
 from headrace.wings.bench.gpu.base import StageContext, StageRequest, WorkCounter
 
 _KINDS: Mapping[str, tuple[str, ...]] = {
@@ -41,10 +43,16 @@ class ProfiledWork:
 
 def main(arguments: list[str], work: WorkCounter | None = None) -> None:
     """Measure the stage of the request in the file that the first argument names. ``work`` counts the work of the
-    device; by default with torch's profiler."""
+    device; by default with torch's profiler. The process and all of its group end with the command, which holds the
+    other end of its standard input."""
+    die_with_starter(sys.stdin.fileno())
     request = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=StageRequest)
     context = StageContext(
-        request=request, clock=RealClock(), work=work or ProfiledWork(), wait=lambda: _wait(request.device)
+        request=request,
+        clock=RealClock(),
+        work=work or ProfiledWork(),
+        wait=lambda: _wait(request.device),
+        release=_release,
     )
     importlib.import_module(request.module).run(context)
 
@@ -54,6 +62,14 @@ def _wait(device: str) -> None:
     import torch
 
     torch.cuda.synchronize(device)
+
+
+def _release() -> None:
+    """Give memory of the GPU back that nothing uses any more."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
