@@ -221,8 +221,8 @@ def test_layers_that_are_left_out_change_nothing_else() -> None:
 
 
 def with_vllm(directory: Path, context: int) -> Path:
-    """An interpreter that has a module of vLLM's names, which answers at once. What it is for is the program that is run
-    by it, and what that is told."""
+    """An interpreter that has a module of vLLM's names, which answers at once: what is tried is the program that it
+    runs, and what that is told."""
     (directory / "vllm.py").write_text(
         "from types import SimpleNamespace as N\n"
         "__version__ = '1.2'\n"
