@@ -33,6 +33,12 @@ if __name__ == "__main__":
     pair, turn = torch.ones(1, 2, device="cuda", requires_grad=True), torch.tensor([1j], device="cuda")
     torch.view_as_real(torch.view_as_complex(pair) * turn)[0, 0].backward()  # whose gradient is conjugated
     told["complex"] = str(pair.grad.tolist())  # type: ignore[union-attr]
+    before = torch.cuda.memory_allocated()
+    held = torch.zeros(1000, device="cuda")
+    view = held[10:].view(9, 110)
+    memory = [torch.cuda.memory_allocated() - before]
+    del held, view
+    memory.append(torch.cuda.memory_allocated() - before)
     counts = {}
     acts = {
         "item": here.sum().item, "cpu": here.cpu, "list": lambda: here[[0, 2]], "mask": lambda: here[here > 0],
@@ -44,4 +50,4 @@ if __name__ == "__main__":
         WORK.reset()
         act()
         counts[name] = {kind: count for kind, count in WORK.counts.items() if kind in ("upload", "download", "wait")}
-    print(json.dumps({"told": told, "counts": counts, "line": next(iter(WORK.places))[1]}))
+    print(json.dumps({"told": told, "memory": memory, "counts": counts, "line": next(iter(WORK.places))[1]}))

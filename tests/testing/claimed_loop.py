@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from headrace.models import devices, paged
 from headrace.policy import Policy
 from headrace.testing.claimed.device import WORK
 
@@ -40,8 +39,6 @@ async def loop(directory: str, device: str, settings: dict[str, Any]) -> dict[st
 
 
 if __name__ == "__main__":
-    devices.DRIVERS = (sys.executable,)  # the device needs no driver
-    paged.IMPLEMENTATIONS.pop("triton", None)  # kernels for GPUs cannot run on it
     torch.set_num_threads(1)
     _, where, options = sys.argv
     found = {device: asyncio.run(loop(where, device, json.loads(options))) for device in ("cpu", "cuda")}

@@ -55,6 +55,7 @@ def test_what_a_gpu_would_refuse_is_refused_and_what_it_would_wait_for_is_counte
     assert "can't convert cuda:0 device type tensor to numpy" in found["told"]["numpy"]
     assert "is set to one on cpu" in found["told"]["data"]
     assert found["told"]["gradient"] == "cuda:0"
+    assert found["memory"] == [4000, 0], "a view takes none"
     assert found["told"]["complex"] == "[[0.0, -1.0]]"
     assert found["counts"] == {
         "item": {"wait": 1}, "cpu": {"download": 1}, "list": {"upload": 1}, "mask": {"wait": 1},

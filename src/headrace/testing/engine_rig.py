@@ -28,6 +28,7 @@ from headrace.engine.base import EngineCore
 from headrace.engine.capabilities import Capabilities
 from headrace.engine.native import NativeEngine
 from headrace.models import ModelConfig, load_model
+from headrace.models.devices import use
 from headrace.models.lora import active
 from headrace.models.weights import DEFAULT, is_adapted, weight_tensors
 from headrace.sync.config import Route
@@ -238,11 +239,11 @@ def close(found: Sequence[float] | FloatColumn, expected: Sequence[float] | Floa
 
 
 @contextmanager
-def native_rig(required: ServeRequirements, scratch: Path) -> Iterator[Rig]:
-    """Yield a rig with Headrace's embedded engine on the CPU, which serves the model of ``required``. ``scratch`` is a
-    directory for the weights that the learner publishes."""
-    model = load_model(ModelConfig(path=required.path, lora=required.lora))
-    config = EngineConfig(**SETTINGS)
+def native_rig(required: ServeRequirements, scratch: Path, device: str = "cpu") -> Iterator[Rig]:
+    """Yield a rig with Headrace's embedded engine on ``device``, which serves the model of ``required``. ``scratch`` is
+    a directory for the weights that the learner publishes, whose model is on the CPU."""
+    config = EngineConfig.model_validate({**SETTINGS, "device": device})
+    model = load_model(ModelConfig(path=required.path, lora=required.lora), str(use("engine.device", device)))
     receiver = make_receiver(Route(), weight_tensors(model))
     core = NativeEngine(model, config, max_context=required.max_context, receiver=receiver, clock=RealClock())
     with _learner(required, scratch) as (learner, publisher):

@@ -20,6 +20,7 @@ BENCHMARKS = {
     "distill": "the demo's model taught by a larger one, and by its own past",
     "engine": "generated tokens per second beside transformers and vLLM; first token; commit gaps",
     "fleet": "several engines: what routing costs, whom a slow one slows, what commits and deaths cost",
+    "gpu": "a GPU, stage by stage: kernels, engine, learner, sync, a run; one JSON file; --pretend without one",
     "learner": "training steps beside a padded loop over transformers; memory of log π",
     "learning": "held-out reward over tokens and seconds, over seeds, by age, pacing and clip",
     "ledger": "transitions and episodes recorded per second, and what they cost a run",

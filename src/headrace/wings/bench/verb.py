@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import typer
 
 from headrace.run.cli.commands import PLAN, Verb
@@ -24,7 +26,18 @@ def bench(
         0, min=0, help="engine, learner, speculation, sync: threads per process; 0: the benchmark's default."
     ),
     quick: bool = typer.Option(False, "--quick", help="Small sizes, as a trial; a benchmark without them refuses it."),
-    vllm: str = typer.Option("", metavar="PYTHON", help="engine: an interpreter that has vLLM for CPUs, to compare."),
+    vllm: str = typer.Option(
+        "", metavar="PYTHON", help="engine, gpu: an interpreter that has vLLM (engine: for CPUs), to compare."
+    ),
+    stages: str = typer.Option("", metavar="NAME,NAME", help="gpu: stages to run; all by default."),
+    budget: float = typer.Option(0.0, min=0.0, metavar="SECONDS", help="gpu: time for all stages; 600 by default."),
+    compare: str = typer.Option("", metavar="FILE", help="gpu: a file of --out of another day, to compare with."),
+    pretend: bool = typer.Option(
+        False, "--pretend", help="gpu: run all stages without a GPU, on tiny models: a trial of the program."
+    ),
+    out: str = typer.Option(
+        "", metavar="FILE", help="gpu: the JSON file, written after each stage; gpu-DATE-TIME.json by default."
+    ),
     before: str = typer.Option("", metavar="PYTHON", help="controller: an interpreter of an earlier headrace, beside."),
     seeds: str = typer.Option("", metavar="N,N", help="learning: seeds; 0,1,2,3,4 by default."),
     ages: str = typer.Option("", metavar="N,N", help="learning: flow.max_age of the runs; 0,1,2,4,8 by default."),
@@ -44,20 +57,23 @@ def bench(
 ) -> None:
     """Run one benchmark on this machine, print its report, and exit with status 1 if a target does not hold. Options
     that another benchmark reads are refused; :data:`HELP` is the text of ``--help``."""
+    given = {
+        "threads": threads, "quick": quick, "vllm": vllm, "before": before,
+        "stages": stages, "budget": budget, "compare": compare, "pretend": pretend, "out": out,
+        "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
+    }  # fmt: skip
+    _run(name, {option: value for option, value in given.items() if value}, as_json=as_json)
+
+
+def _run(name: str, options: Mapping[str, object], *, as_json: bool) -> None:
+    """Run the benchmark ``name`` with its options, print its report, and exit with status 1 if a target does not
+    hold."""
     starting(f"loading what the benchmark {name} needs")
     from headrace.wings.bench import run_benchmark
     from headrace.wings.bench.base import show
 
     progress = console(stderr=True)
-    given = {
-        "threads": threads, "quick": quick, "vllm": vllm, "before": before,
-        "seeds": seeds, "ages": ages, "tasks": tasks, "parts": parts, "steps": steps, "directory": directory,
-    }  # fmt: skip
-    result = run_benchmark(
-        name,
-        on_progress=lambda line: progress.print(line, style="dim"),
-        **{option: value for option, value in given.items() if value},
-    )
+    result = run_benchmark(name, on_progress=lambda line: progress.print(line, style="dim"), **options)
     if as_json:
         print_json(result)
     else:

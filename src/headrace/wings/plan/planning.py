@@ -7,6 +7,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.types.observation import Account
 from headrace.run.observe.verdict import bound_of
 from headrace.run.session.config import RunConfig
+from headrace.wings.plan.card import CardRates, on_cluster
 from headrace.wings.plan.catalogue import model
 from headrace.wings.plan.cluster import ClusterFile
 from headrace.wings.plan.search import Search, SearchResult
@@ -49,20 +50,26 @@ def longest_sequence(request: SizingRequest) -> float:
     return request.engine.max_context or request.engine.max_new_tokens + 4 * MEAN_SHARE * 256
 
 
-def make_site(request: SizingRequest, file: ClusterFile, measured: Measured | None = None) -> PlanContext:
+def make_site(
+    request: SizingRequest, file: ClusterFile, measured: Measured | None = None, *, rates: CardRates | None = None
+) -> PlanContext:
     """Return the context of a plan: the settings of the run, the cluster, the workload and the division of memory.
-    ``measured`` are the costs that a calibration found, or ``None``; they replace those of the catalogue.
+    ``measured`` are the costs that a calibration found in a run, ``rates`` those that ``headrace bench gpu`` measured;
+    they replace those of the catalogue.
 
-    Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster.
+    Raises :class:`~headrace.base.errors.ConfigError` if the model does not fit on the cluster, or if the rates are
+    those of another GPU.
     """
+    cluster = file.cluster if rates is None else on_cluster(rates, file.cluster)
     recorded = None if measured is None else measured.workload
     workload = file.workload or recorded or usual_workload(request)
     return PlanContext(
         request=request,
-        cluster=file.cluster,
+        cluster=cluster,
         workload=workload,
-        fit=fit(request, file.cluster, longest_sequence(request)),
+        fit=fit(request, cluster, longest_sequence(request)),
         measured=measured,
+        rates=rates,
     )
 
 

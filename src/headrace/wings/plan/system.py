@@ -10,6 +10,7 @@ from headrace.base.config import validate
 from headrace.base.types.weights import Interrupt
 from headrace.flow import FlowConfig
 from headrace.sync.config import TRANSPORTS
+from headrace.wings.plan.card import CardRates
 from headrace.wings.plan.cluster import Cluster
 from headrace.wings.plan.costs import (
     ConstantRate,
@@ -90,7 +91,9 @@ class PlanContext:
     fit: Fit
     """The division of memory: how many accelerators an engine and the learner need."""
     measured: Measured | None = None
-    """Measured costs; ``None`` without a calibration."""
+    """Measured costs; ``None`` without a calibration by a run."""
+    rates: CardRates | None = None
+    """Rates that ``headrace bench gpu`` measured, which ``cluster`` has already; ``None`` without its file."""
 
     @property
     def view(self) -> str:
@@ -99,6 +102,11 @@ class PlanContext:
             return "measured: calibrated by a run"
         if self.cluster.constant:
             return "constant rates: as given, whatever the batch"
+        if self.rates is not None:
+            return (
+                f"roofline of {self.rates.card} as headrace bench gpu measured it: {self.cluster.decode_share:.0%} of "
+                f"it by an engine, {self.cluster.train_share:.0%} of its products by the learner"
+            )
         return (
             f"roofline: {self.cluster.decode_share:.0%} of what memory and arithmetic allow an engine, "
             f"{self.cluster.train_share:.0%} of the learner's peak"
@@ -145,8 +153,13 @@ class PlanContext:
             flop_per_token=2.0 * shape.active,
             bandwidth=device.bandwidth_gb_s * GB * ways * cluster.decode_share,
             flops=device.peak_tflops * 1e12 * ways * cluster.decode_share,
-            overhead_s=device.overhead_ms / 1e3,
+            overhead_s=self._overhead_s(),
         )
+
+    def _overhead_s(self) -> float:
+        """Return the seconds of an engine's step beside reading memory and computing: measured, or the catalogue's."""
+        measured = None if self.rates is None else self.rates.overhead_s
+        return self.cluster.device.overhead_ms / 1e3 if measured is None else measured
 
     def learner_cost(self, trainers: int) -> LearnerCost:
         """Return the cost model of training on ``trainers`` accelerators: measured, by the rate in the cluster file, or
@@ -200,6 +213,9 @@ class PlanContext:
         numbers of the machines of the engines, and of those of the learner's ranks."""
         found, (engines, ranks) = TRANSPORTS.load(transport), placed
         whole = found.open_rank_outbox is None
+        gb_s = found.cost.gb_s
+        if found.one_machine and self.rates is not None:
+            gb_s = self.rates.sync_gb_s or gb_s
         embedded = self.request.engine.can.embedded
         on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
         return publish(
@@ -211,7 +227,7 @@ class PlanContext:
                 width=width,
                 uptake=on_host if embedded else EngineUptake.FILES,
                 fixed_s=found.cost.fixed_s,
-                rate_gb_s=(found.cost.gb_s or self.cluster.network_gb_s) if whole else None,
+                rate_gb_s=(gb_s or self.cluster.network_gb_s) if whole else None,
                 on_accelerator=not self.cluster.of_cores,
             ),
             self.cluster.machine,

@@ -22,7 +22,11 @@ def plan(
         [], "--set", metavar="SECTION.KEY=VALUE", help="Override a setting of the run."
     ),
     like: str = typer.Option("", "--like", metavar="RECIPE", help="Take open settings from a recipe."),
-    calibrate: Path = typer.Option(None, metavar="RUN", help="Take costs and lengths from this run's directory."),
+    calibrate: Path = typer.Option(
+        None,
+        metavar="RUN|FILE",
+        help="Take costs and lengths from this run's directory, or rates from a file of headrace bench gpu.",
+    ),
     generation: int = typer.Option(0, min=0, help="Fix how many accelerators generate; 0: searched."),
     seed: int = typer.Option(0, min=0, help="Seed of every simulated run."),
     picture: Path = typer.Option(None, metavar="FILE", help="Draw the simulated runs as an SVG."),
@@ -40,18 +44,21 @@ def plan(
     from headrace.wings.plan.cluster_map import map_of, refuse_misplaced
     from headrace.wings.plan.planning import asked_of
 
-    if picture is not None:
-        _refuse_picture(picture)
+    _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
-    measured = None
-    if calibrate is not None:
+    measured, rates = None, None
+    if calibrate is not None and calibrate.is_file():
+        from headrace.wings.plan.card import read_rates
+
+        rates = read_rates(calibrate)
+    elif calibrate is not None:
         from headrace.wings.plan.calibration import calibrated
 
         measured = calibrated(calibrate)
     file = load_cluster(cluster_file)
     if not file.cluster.of_cores:
         refuse_misplaced(config, file.cluster)
-    site = make_site(asked_of(config), file, measured)
+    site = make_site(asked_of(config), file, measured, rates=rates)
     # cores are no places of their own: engines and learner share them
     run_map = None if file.cluster.of_cores else map_of(config, site)
     if deploy is not None:
@@ -65,21 +72,6 @@ def plan(
         print_json({**_tree(found), "map": None if run_map is None else run_map.tree()})
         return
     _print(found, run_map)
-
-
-def _refuse_picture(file: Path) -> None:
-    """Raise :class:`~headrace.base.errors.ConfigError` for a file in which no picture can be written."""
-    from headrace.base.errors import ConfigError
-
-    if file.is_dir() or not file.parent.is_dir():
-        raise ConfigError(
-            f"--picture {file} cannot be written: it is a directory, or lies in none that exists",
-            remedy="give a file in a directory that exists",
-        )
-    if file.suffix.lower() != ".svg":
-        raise ConfigError(
-            f"--picture {file}: pictures are written as SVG", remedy=f"name it {file.with_suffix('.svg')}"
-        )
 
 
 def _deploy(directory: Path, run: tuple[Path, list[str], str], file: ClusterFile) -> None:
@@ -120,6 +112,21 @@ def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
         out.print("The parts of the run file, as it stands:")
         for line in run_map.lines():
             out.print(line, soft_wrap=True)
+
+
+def _refuse_picture(picture: Path | None) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a file ``picture`` that cannot be written as SVG."""
+    from headrace.base.errors import ConfigError
+
+    if picture is not None and (picture.is_dir() or not picture.parent.is_dir()):
+        raise ConfigError(
+            f"--picture {picture} cannot be written: it is a directory, or lies in none that exists",
+            remedy="give a file in a directory that exists",
+        )
+    if picture is not None and picture.suffix.lower() != ".svg":
+        raise ConfigError(
+            f"--picture {picture}: pictures are written as SVG", remedy=f"name it {picture.with_suffix('.svg')}"
+        )
 
 
 def _tree(found: SearchResult) -> dict[str, Any]:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 from headrace.base.plugins import lazy_attributes
 
 if TYPE_CHECKING:
-    from headrace.wings.recipes.demo.build import Demo, build_demo, build_teacher, lay_out
+    from headrace.wings.recipes.demo.build import Demo, build_demo, build_teacher, lay_out, write_untrained
 
-__all__ = ["Demo", "build_demo", "build_teacher", "lay_out"]
+__all__ = ["Demo", "build_demo", "build_teacher", "lay_out", "write_untrained"]
 
 __getattr__ = lazy_attributes(
     __name__,
@@ -17,5 +17,6 @@ __getattr__ = lazy_attributes(
         "build_demo": ".build",
         "build_teacher": ".build",
         "lay_out": ".build",
+        "write_untrained": ".build",
     },
 )

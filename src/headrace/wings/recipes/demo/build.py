@@ -101,6 +101,14 @@ def lay_out(directory: Path, *, seed: int) -> Path:
     return run_file
 
 
+def write_untrained(directory: Path, *, seed: int) -> Path:
+    """Write the demo's model with random weights, without the supervised phase, into ``directory``/model, and return
+    its directory: for trials of a run that need not learn anything."""
+    from headrace.models.tiny import make_tiny
+
+    return make_tiny(directory / "model", _spec(seed, kind="dense", hidden_size=128, num_layers=2))
+
+
 def build_teacher(directory: Path, *, seed: int) -> Path:
     """Create a teacher for distillation, a model of about three times the demo's size that was trained on correct
     answers, in ``directory``; return the directory of the model."""

@@ -1,0 +1,122 @@
+"""The benchmark of a GPU, ``headrace bench gpu``: one command for the day on which a GPU is there.
+
+    options ──▶ refusals ──▶ driver ──▶ a process for each stage ──▶ one JSON file, flushed after each ──▶ report
+                   ▲                       facts, kernels, exact, engine, vllm, learner, sync, sharing, demo, soak
+                   └── probe: a process that asks torch about the GPU
+
+With ``--pretend`` all stages run on a device that only claims to be a GPU (:mod:`headrace.testing.claimed`), on tiny
+models, so that no minute of a rented GPU is lost to an error in the program.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.base.clock import RealClock
+from headrace.base.environ import program_environment
+from headrace.base.errors import ConfigError
+from headrace.wings.bench.base import Report, Row, Target, at_most, report
+from headrace.wings.bench.gpu.base import GpuStageOutcome
+from headrace.wings.bench.gpu.driver import StagesPlan, run_stages
+from headrace.wings.bench.gpu.files import GpuFile, compared, figures_of, rates_of, read_file, write_file
+from headrace.wings.bench.gpu.refusals import ask_card, folder_of_models, refuse_card, refuse_options
+from headrace.wings.bench.gpu.stages import chosen
+
+BUDGET_S = 600.0
+CLAIMED, CLAIMED_STAGE = "headrace.testing.claimed", "headrace.testing.claimed.stage"
+"""The program that compiles the claimed device, and the one that runs a stage on it."""
+
+
+def measure(
+    on_progress: Callable[[str], None],
+    *,
+    stages: str = "",
+    budget: float = BUDGET_S,
+    compare: str = "",
+    pretend: bool = False,
+    vllm: str = "",
+    out: str = "",
+) -> Report:
+    """Run the stages that ``stages`` names (a list with commas; empty: all), within ``budget`` seconds, and return
+    their report; the file ``out`` holds all of it, and is written after each stage.
+
+    ``compare`` is a file of another day, ``vllm`` an interpreter that has vLLM, and with ``pretend`` the device only
+    claims to be a GPU. Raises :class:`~headrace.base.errors.ConfigError` before anything starts where an option or the
+    GPU cannot be used.
+    """
+    clock = RealClock()
+    names = chosen(stages)
+    made = datetime.datetime.fromtimestamp(clock.wall()).strftime("%Y%m%d-%H%M%S")
+    path = Path(out or f"gpu-{made}.json")
+    refuse_options(budget=budget, vllm=vllm, out=path)
+    before = read_file(Path(compare)) if compare else None
+    folder = Path(tempfile.gettempdir()) if pretend else folder_of_models()
+    with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as scratch:
+        plan = StagesPlan(names=names, budget_s=budget, directory=Path(scratch), pretend=pretend, vllm=vllm)
+        if pretend:
+            card, plan = "claimed", _on_claimed_device(plan, Path(scratch))
+        else:
+            found = ask_card()
+            refuse_card(found, names)
+            card = found.name
+
+        def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
+            """Write the file with the outcomes so far."""
+            rates = rates_of(card, outcomes)
+            content = GpuFile(
+                made=made, pretend=pretend, card=card, budget_s=budget, rates=rates, stages=list(outcomes)
+            )  # fmt: skip
+            write_file(path, content)
+
+        flush([])
+        outcomes = run_stages(plan, clock, flush, on_progress)
+    on_progress(f"all figures are in {path}")
+    return _report(outcomes, before)
+
+
+def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
+    """Return the plan with the programs and the environment of a claimed device. Raises
+    :class:`~headrace.base.errors.ConfigError` where it cannot be made."""
+    device = scratch / "claimed"
+    device.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", CLAIMED, str(device)], env=program_environment({}), capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise ConfigError(
+            f"--pretend: {done.stderr.strip()[-800:]}", remedy="it needs torch's CPU build and a C++ compiler"
+        )
+    return StagesPlan(
+        names=plan.names,
+        budget_s=plan.budget_s,
+        directory=plan.directory,
+        pretend=True,
+        vllm=plan.vllm,
+        program=CLAIMED_STAGE,
+        variables=json.loads(done.stdout.splitlines()[-1]),
+        host_variables={"TRITON_INTERPRET": "1"},
+    )
+
+
+def _report(outcomes: Sequence[GpuStageOutcome], before: GpuFile | None) -> Report:
+    """Return the report: a row of each stage, all of their rows and targets, and the comparison with the file
+    ``before``. A stage that failed or was killed is a target that does not hold."""
+    rows: list[Row] = []
+    targets: list[Target] = []
+    for outcome in outcomes:
+        row: Row = {"stage": outcome.name, "state": outcome.state, "s": outcome.seconds, "limit_s": outcome.limit_s}
+        rows.append(row | {"processor_s": outcome.processor_s} | ({"why": outcome.why} if outcome.why else {}))
+        rows += outcome.rows
+        targets += outcome.targets
+    broken = [outcome.name for outcome in outcomes if outcome.state in ("failed", "out of time")]
+    targets.append(at_most(" ".join(["stages that failed or were killed", *broken]), len(broken), 0, "stages"))
+    if before is not None:
+        rows += compared(figures_of(outcomes), figures_of(before.stages))
+    return report(rows, targets)

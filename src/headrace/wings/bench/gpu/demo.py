@@ -1,0 +1,132 @@
+"""The stage ``demo``: the demo's run, with engine and learner on the device in processes of their own. It learns, its
+engine is killed and replaced, its learner is killed, and it is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.resources import as_file, files
+from pathlib import Path
+from typing import Any
+
+from headrace.run.session.directory import read_status
+from headrace.wings.bench.base import at_least
+from headrace.wings.bench.gpu.base import StageContext
+from headrace.wings.bench.program import training
+from headrace.wings.recipes.demo import build_demo, lay_out, write_untrained
+
+ACCURACY = 0.9
+"""The held-out accuracy after the run that is aimed at."""
+
+
+@dataclass(slots=True, kw_only=True)
+class DemoRun:
+    """What is seen of a run while it goes on."""
+
+    kills: dict[str, int] = field(default_factory=dict)
+    """Process that was killed by the part that it was."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """The summary that the run prints at its end."""
+    errors: str = ""
+    """The last of what it wrote on its standard error."""
+
+
+def run(stage: StageContext) -> None:
+    """Train the demo with kills, and resume it if that ends it."""
+    folder = stage.directory / "demo"
+    if stage.pretend:
+        run_file = lay_out(folder, seed=0)
+        write_untrained(folder, seed=0)
+    else:
+        run_file = build_demo(folder, seed=0).run_file
+    with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
+        settings = [
+            f"run.dir={folder / 'run'}", "observe.report=false",
+            f"engine.device={stage.request.device}", f"learner.device={stage.request.device}",
+        ]  # fmt: skip
+        if stage.pretend:  # an untrained model solves nothing, and would have no reward to prefer
+            settings += [
+                "run.checkpoint_every=2",
+                "run.steps=30", "data.eval_path=", "flow.groups_per_step=4", f"env.reward={user_code}:odd"
+            ]  # fmt: skip
+        else:
+            settings += ["run.checkpoint_every=20"]
+        asyncio.run(_lives(stage, run_file, settings, folder / "run"))
+        if stage.request.vllm and not stage.pretend:
+            asyncio.run(_with_vllm(stage, run_file, folder, settings))
+
+
+async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
+    """Run until the learner is killed, resume, and record what became of it."""
+    arguments = [str(run_file), *(word for each in settings for word in ("--set", each)), "--json"]
+    seen = DemoRun()
+    for life, victims in enumerate((["engine", "learner"], [])):
+        await _life(stage, arguments, run_dir, seen, victims, resume=life > 0)
+        if seen.summary:
+            break
+    accuracy, done = seen.summary.get("eval_after"), seen.summary.get("steps", 0)
+    stage.row(
+        what="demo", killed=seen.kills, steps=done, eval_before=seen.summary.get("eval_before"), eval_after=accuracy,
+        trained_tok_s=seen.summary.get("trained_tok_s"), errors=seen.errors[-300:],
+    )  # fmt: skip
+    stage.target(at_least("demo, parts killed while it ran", len(seen.kills), 2, "parts"))
+    stage.target(at_least("demo, runs that ended after kills and a resume", float(bool(seen.summary)), 1, "runs"))
+    if not stage.pretend:
+        stage.target(at_least("demo, held-out accuracy after", accuracy or 0.0, ACCURACY, "fraction"))
+
+
+async def _life(
+    stage: StageContext, arguments: Sequence[str], run_dir: Path, seen: DemoRun, victims: list[str], *, resume: bool
+) -> None:
+    """Run the program until it ends by itself or after the last of its ``victims`` was killed, one after each further
+    snapshot."""
+    async with training(arguments, resume=resume) as program, asyncio.TaskGroup() as group:
+        assert program.stdout is not None
+        assert program.stderr is not None
+        killing = group.create_task(_kill(run_dir, seen, victims))
+        errors = group.create_task(program.stderr.read())
+        async with asyncio.timeout(max(5.0, stage.left_s() - 5.0)):
+            output = (await program.stdout.read()).decode()
+        killing.cancel()
+        seen.errors = (await errors).decode()
+        if not await program.wait():
+            seen.summary = json.loads(output[output.index("{") :])
+
+
+async def _kill(run_dir: Path, seen: DemoRun, victims: list[str]) -> None:
+    """Kill one part after the other, each when the run has made two more steps since the last kill."""
+    for number, role in enumerate(victims):
+        while role not in seen.kills:
+            status = read_status(run_dir)
+            parts = [] if status is None or status.steps_done <= 1 + 2 * number else status.components
+            _kill_ready(
+                [part.pid for part in parts if part.role.startswith(role) and part.state == "ready"], role, seen
+            )
+            await asyncio.sleep(0.05)
+
+
+def _kill_ready(pids: Sequence[int], role: str, seen: DemoRun) -> None:
+    """Kill the processes ``pids``, which are parts of that role, and note it in ``seen``."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            seen.kills[role] = pid
+
+
+async def _with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
+    """Run the demo once more with vLLM as its engine, without kills."""
+    if not stage.fits("the demo with vLLM", 60):
+        return
+    own = [f"run.dir={folder / 'vllm'}", "engine.kind=vllm", f"engine.server.python={stage.request.vllm}"]
+    chosen = [each for each in settings if not each.startswith("run.dir")] + own
+    arguments = [str(run_file), *(word for each in chosen for word in ("--set", each)), "--json"]
+    seen = DemoRun()
+    await _life(stage, arguments, folder / "vllm", seen, [], resume=False)
+    accuracy = seen.summary.get("eval_after") or 0.0
+    stage.row(what="demo with vLLM", eval_after=accuracy, errors=seen.errors[-300:])
+    stage.target(at_least("demo with vLLM, held-out accuracy after", accuracy, ACCURACY, "fraction"))

@@ -1,0 +1,165 @@
+"""Runs the stages, each in a process of its own with a time limit, one after the other.
+
+    order ──▶ process of a stage ──▶ its lines ──▶ outcome ──▶ file, flushed ──▶ next stage
+                    │                                 ▲
+                    └── fails, or is killed at its limit: what it has written so far counts
+
+A stage gets its share of the time that is left, so that a stage which ends early leaves the rest to the others. A stage
+whose share would be less than it needs is left out.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from headrace.base.clock import Clock
+from headrace.base.environ import PROCESS_GONE, program_environment
+from headrace.wings.bench.gpu.base import GpuStageOutcome, StageRequest, read_lines
+from headrace.wings.bench.gpu.stages import STAGES, StageKind
+
+STAGE_PROGRAM = "headrace.wings.bench.gpu.stage"
+LOOK_S = 0.2
+"""Seconds between two looks at the processes of a stage, whose processor time is added up."""
+_LAST_LINES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagesPlan:
+    """What is run, and how."""
+
+    names: Sequence[str]
+    """Names of the stages, in their order."""
+    budget_s: float
+    """Seconds that all of them may take together."""
+    directory: Path
+    """Directory for the files of all stages."""
+    pretend: bool = False
+    vllm: str = ""
+    device: str = "cuda"
+    program: str = STAGE_PROGRAM
+    """Python module that runs one stage."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of the stages."""
+    host_variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables, with ``pretend``, of stages that the claimed device is of no use to."""
+    kinds: Mapping[str, StageKind] = field(default_factory=lambda: STAGES)
+
+
+def run_stages(
+    plan: StagesPlan,
+    clock: Clock,
+    flush: Callable[[Sequence[GpuStageOutcome]], None],
+    on_progress: Callable[[str], None],
+) -> list[GpuStageOutcome]:
+    """Run all stages of ``plan``, and return what became of each. ``flush`` is called after every stage with the
+    outcomes so far, and ``on_progress`` with lines of progress."""
+    outcomes: list[GpuStageOutcome] = []
+    end_s = clock.now() + plan.budget_s
+    figures: dict[str, float] = {}
+    for place, name in enumerate(plan.names):
+        kind = plan.kinds[name]
+        left_s = end_s - clock.now()
+        limit_s = left_s * kind.share_s / sum(plan.kinds[other].share_s for other in plan.names[place:])
+        if limit_s < kind.least_s:
+            why = f"its share of the {max(0.0, left_s):.0f} s left is {max(0.0, limit_s):.0f} s, and it needs "
+            why += f"{kind.least_s:g}: raise --budget, or choose fewer --stages"
+            outcomes.append(GpuStageOutcome(name=name, state="left out", why=why))
+        else:
+            on_progress(f"{name}: {kind.what} (at most {limit_s:.0f} s)")
+            outcomes.append(_run_stage(plan, name, limit_s, figures, clock))
+            figures |= outcomes[-1].figures
+        flush(outcomes)
+    return outcomes
+
+
+def _run_stage(
+    plan: StagesPlan, name: str, limit_s: float, figures: Mapping[str, float], clock: Clock
+) -> GpuStageOutcome:
+    """Run one stage, kill it after ``limit_s`` seconds, and return what became of it. ``figures`` are those of the
+    stages before."""
+    kind, directory = plan.kinds[name], plan.directory / name
+    directory.mkdir()
+    models = plan.directory / "models"
+    models.mkdir(exist_ok=True)
+    lines, log, order = (plan.directory / f"{name}.{ending}" for ending in ("jsonl", "log", "order.json"))
+    on_host = plan.pretend and kind.on_host
+    request = StageRequest(
+        stage=name, module=kind.module, device=plan.device, pretend=plan.pretend, directory=str(directory),
+        models=str(models), seconds=limit_s, lines=str(lines), ceilings=dict(figures), vllm=plan.vllm,
+    )  # fmt: skip
+    order.write_bytes(msgspec.json.encode(request))
+    command = [sys.executable, "-m", STAGE_PROGRAM if on_host else plan.program, str(order)]
+    variables = plan.host_variables if on_host else plan.variables
+    start_s = clock.now()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, env=program_environment(variables), stdin=subprocess.PIPE, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+    try:
+        processor_s = _wait(process, start_s + limit_s, clock)
+    finally:
+        timed_out = process.poll() is None
+        _end(process)
+    found = read_lines(lines)
+    state = "out of time" if timed_out else "failed" if process.returncode else "done"
+    return GpuStageOutcome(
+        name=name, state=state, why="" if state == "done" else _last_words(log), seconds=clock.now() - start_s,
+        processor_s=processor_s, limit_s=limit_s,
+        rows=[line.row for line in found if line.row is not None],
+        targets=[line.target for line in found if line.target is not None],
+        figures={key: value for line in found for key, value in (line.figures or {}).items()},
+    )  # fmt: skip
+
+
+def _wait(process: subprocess.Popen[bytes], end_s: float, clock: Clock) -> float:
+    """Wait until the process has ended, but not beyond the time ``end_s``. Return the processor time of it and of all
+    that it has started, as far as was seen."""
+    used: dict[int, float] = {}
+    while process.poll() is None and clock.now() < end_s:
+        with suppress(*PROCESS_GONE):
+            top = psutil.Process(process.pid)
+            for one in (top, *top.children(recursive=True)):
+                used[one.pid] = _processor_s(one, used.get(one.pid, 0.0))
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, min(LOOK_S, end_s - clock.now())))
+    return sum(used.values())
+
+
+def _processor_s(process: psutil.Process, former_s: float) -> float:
+    """Return the processor time of a process in seconds; ``former_s``, what was seen last, if it has ended."""
+    try:
+        times = process.cpu_times()
+    except PROCESS_GONE:
+        return former_s
+    return float(times.user + times.system)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Kill what is left of the process and of all that it has started, whatever group that is in."""
+    started: list[psutil.Process] = []
+    with suppress(*PROCESS_GONE):
+        started = psutil.Process(process.pid).children(recursive=True)
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for one in started:
+        with suppress(*PROCESS_GONE):
+            one.kill()
+    process.wait()
+    assert process.stdin is not None
+    process.stdin.close()
+
+
+def _last_words(log: Path) -> str:
+    """Return the last lines of a stage's output."""
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-_LAST_LINES:])

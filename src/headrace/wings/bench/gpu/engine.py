@@ -1,0 +1,105 @@
+"""The stage ``engine``: how fast the native engine decodes beside the limits of memory and products, what a step asks
+of the device, and how its memory compares with the planner's reckoning."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from headrace.engine.native import NativeEngine
+from headrace.wings.bench.base import at_least
+from headrace.wings.bench.gpu.base import GIB, StageContext
+from headrace.wings.bench.gpu.engines import Load, decode, floor_s, open_engine
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, SMALL, model_of, write_model
+
+ROOFLINE = 0.6
+"""The share of the roofline that is aimed at, for the models of :data:`~.shapes.MEASURED`."""
+DTYPE = "bfloat16"
+BATCH = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCase:
+    """One measurement of the engine."""
+
+    model: str
+    load: Load
+    needs_s: float
+    """Seconds that it takes on a fast card, its model included."""
+    aimed: bool = False
+    """Whether its share of the roofline is a target."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+CASES = (
+    EngineCase(model=MEASURED[0], load=Load(sequences=1, prompt=960, new=64), needs_s=10),
+    *(
+        EngineCase(model=name, load=Load(sequences=BATCH, prompt=960, new=64), needs_s=15, aimed=True)
+        for name in MEASURED
+    ),
+    *(EngineCase(model=SMALL, load=Load(sequences=n, prompt=960, new=64), needs_s=6) for n in (1, 16, 64, BATCH)),
+    EngineCase(model=SMALL, load=Load(sequences=64, prompt=960, new=64), needs_s=6, sampling={"top_p": 0.95}),
+    *(EngineCase(model=LARGE, load=Load(sequences=n, prompt=960, new=32), needs_s=25) for n in (64, BATCH)),
+    EngineCase(model=SMALL, load=Load(sequences=16, prompt=8_000, new=32), needs_s=10),
+    EngineCase(model=SMALL, load=Load(sequences=4, prompt=32_000, new=32), needs_s=15),
+)
+"""The measurements, in the order of their importance."""
+TINY = (
+    EngineCase(model=MEASURED[0], load=Load(sequences=1, prompt=20, new=3), needs_s=0),
+    EngineCase(model=MEASURED[0], load=Load(sequences=4, prompt=20, new=3), needs_s=0, aimed=True),
+    EngineCase(model=SMALL, load=Load(sequences=2, prompt=40, new=3), needs_s=0, sampling={"top_p": 0.95}),
+)
+"""What ``--pretend`` measures."""
+
+
+def run(stage: StageContext) -> None:
+    """Measure all cases for which there is time. What a step of one sequence takes beyond its floor is the time that a
+    step takes beside reading and computing, which the planner counts apart."""
+    beside: dict[str, float] = {}
+    for case in TINY if stage.pretend else CASES:
+        name = _name(case)
+        stage.attempt(name, partial(_measure, stage, case, name, beside), needs_s=case.needs_s)
+
+
+def _name(case: EngineCase) -> str:
+    """Return the name of a measurement."""
+    options = "".join(f", {key} {value}" for key, value in case.sampling.items())
+    return f"{case.model}, {case.load.sequences} x {case.load.prompt}{options}"
+
+
+def _measure(stage: StageContext, case: EngineCase, name: str, beside: dict[str, float]) -> None:
+    """Open an engine, decode, and record the figures of one case. ``beside`` has the time that a step takes beside
+    reading and computing, which the first case puts there."""
+    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    folder = write_model(stage.models, case.model, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend
+    )  # fmt: skip
+    torch.cuda.reset_peak_memory_stats()
+    engine = open_engine(stage, folder, DTYPE, case.load)
+    vocab = model_of(case.model, pretend=stage.pretend).settings["vocab_size"]
+    figures = decode(stage, engine, case.load, vocab, **case.sampling)
+    least_s = floor_s(sizes, figures, case.load, stage.request.ceilings, 2)
+    share = least_s / figures.step_s
+    tok_s = case.load.sequences / figures.step_s
+    stage.row(
+        what=name, tok_s=tok_s, step_ms=figures.step_s * 1e3, floor_ms=least_s * 1e3, floor_by_step=share,
+        prefill_tok_s=figures.prefill_tok_s, context=figures.context, **figures.work, **_memory(engine, sizes.params),
+    )  # fmt: skip
+    if case.aimed and least_s:
+        target = at_least(f"engine, {name}: floor of a step by the step", share, ROOFLINE, "fraction")
+        stage.target(target, measured=True)
+        alone = least_s / max(least_s, figures.step_s - beside.get("overhead_s", 0.0))
+        stage.figures(**{f"engine {case.model}": tok_s, "decode_share": alone})
+    if not beside and least_s:
+        beside["overhead_s"] = max(0.0, figures.step_s - least_s)
+        stage.figures(**beside)
+
+
+def _memory(engine: NativeEngine, params: int) -> dict[str, float]:
+    """Return the peak of the device's memory beside what is planned: one copy of the weights, and the cache."""
+    peak, cache = torch.cuda.max_memory_allocated(), engine.stats().cache_bytes
+    planned = 2 * params + cache
+    return {"peak_gib": peak / GIB, "cache_gib": cache / GIB, "peak_by_plan": peak / planned}

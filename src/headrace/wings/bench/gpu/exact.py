@@ -1,0 +1,104 @@
+"""The stage ``exact``: whether the engine computes what the learner computes, at equal weights, and keeps the contract
+of engines on the device.
+
+The same prompts are sampled in small pieces, with shared beginnings, in groups, and with a cache that is too small for
+all sequences at once; the learner's log π of every sampled token is compared with the engine's log μ.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from headrace.base.environ import program_environment
+from headrace.policy import Policy
+from headrace.wings.bench.base import at_least, at_most
+from headrace.wings.bench.gpu.base import StageContext
+from headrace.wings.bench.gpu.shapes import MIXTURE, SINKS, SMALL, model_of, write_model
+
+CONTRACT = "headrace.testing.engine_on_device"
+"""The program that checks the contract of engines on one device."""
+CLOSE = {"float32": 1e-3, "bfloat16": 0.05}
+"""Largest mean of |log π − log μ| over the tokens, in nats, by number format."""
+CONTRACT_SHARE = 0.5
+"""Share of the time that is left for the contract."""
+
+
+def run(stage: StageContext) -> None:
+    """Compare engine and learner for each kind of model, then check the contract."""
+    contract_s = CONTRACT_SHARE * stage.request.seconds
+    for model in (SMALL, SINKS, MIXTURE):
+        for dtype in ("float32", "bfloat16"):
+            if model != SMALL and dtype == "float32" and not stage.pretend:
+                continue  # as large in float32 as a card
+            what = f"engine against learner, {model}, {dtype}"
+            stage.attempt(what, partial(_compared, stage, model, dtype), needs_s=contract_s + 8)
+    _contract(stage)
+
+
+def _compared(stage: StageContext, model: str, dtype: str) -> None:
+    """Compare engine and learner on one model in one number format."""
+    asyncio.run(_compare(stage, model, dtype))
+
+
+async def _compare(stage: StageContext, model: str, dtype: str) -> None:
+    """Sample groups of answers and train on them, and record how far log π and log μ are apart."""
+    folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    long, new, room = (24, 12, 96) if stage.pretend else (700, 48, 6_000)
+    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    rng = np.random.default_rng(0)
+    start = rng.integers(3, vocab, long).tolist()
+    prompts: list[Any] = [start + rng.integers(3, vocab, more).tolist() for more in (1, long // 2)] + [start[:7]]
+    settings = {"cache_tokens": room, "max_step_tokens": 16 if stage.pretend else 512, "max_context": 2 * long + new}
+    policy = Policy.load(
+        str(folder), device=stage.request.device, lr=1e-6, loss="grpo", model={"dtype": dtype}, engine=settings,
+        learner={"keep_routing": True},
+    )  # fmt: skip
+    async with policy:
+        groups = await policy.sample(prompts, n=4, max_new_tokens=new, seed=1)
+        metrics = policy.forward_backward(groups, [[1.0, -1.0, 0.5, -0.5]] * len(prompts)).metrics
+        facts, stats = policy.facts, policy.engine.stats()
+    apart = metrics["mismatch_abs"]
+    stage.row(
+        what=f"engine against learner, {model}, {dtype}", mean_apart=apart, kl=metrics["mismatch_kl"],
+        attention=facts["attention"], cache_tokens=room, preempted=stats.preempted, cached=stats.cached_tokens,
+    )  # fmt: skip
+    name = f"engine against learner, {model}, {dtype}: mean |Δ logprob|"
+    stage.target(at_most(name, apart, CLOSE[dtype], "nats"))
+
+
+def _contract(stage: StageContext) -> None:
+    """Check the contract in a process of its own, for as long as there is time, and record what came of each clause."""
+    left_s = max(1.0, stage.left_s() - 4.0)
+    command = [sys.executable, "-m", CONTRACT, stage.request.device, f"{0.7 * left_s:g}"]
+    if stage.pretend:
+        command.append("--few")
+    process = subprocess.Popen(command, env=program_environment({}), stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    alarm = threading.Timer(left_s, process.kill)
+    alarm.start()
+    found = []
+    for line in process.stdout:
+        if line.startswith("{"):
+            found.append(json.loads(line))
+            stage.row(what=f"contract, {found[-1]['suite']}: {found[-1]['clause']}", **_short(found[-1]))
+    code = process.wait()
+    late = not alarm.is_alive()
+    alarm.cancel()
+    if late:
+        stage.row(what="contract", left_out="its time was over: raise --budget, or choose fewer --stages")
+    broken = [each["clause"] for each in found if each["result"].startswith("BROKEN")]
+    stage.target(at_most("contract of engines: clauses broken", len(broken) + bool(code and not late), 0, "clauses"))
+    stage.target(at_least("contract of engines: clauses checked", len(found), 1, "clauses"))
+
+
+def _short(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the columns of a clause's row."""
+    return {"result": found["result"], "s": found["s"]}

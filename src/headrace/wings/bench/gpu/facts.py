@@ -1,0 +1,82 @@
+"""The stage ``facts``: what the machine is, and the rates that all others are divided by."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+
+from headrace.base.environ import visible_gpus
+from headrace.models.gpus import VisibleGpus
+from headrace.wings.bench.gpu.base import GIB, StageContext
+from headrace.wings.bench.gpu.probe import probe
+
+QUERY = ("name", "driver_version", "pcie.link.gen.current", "pcie.link.width.current", "clocks.max.sm", "power.limit")
+"""What ``nvidia-smi`` is asked for."""
+
+
+def run(stage: StageContext) -> None:
+    """Record versions, memory and links, and measure the ceilings."""
+    found = probe()
+    stage.row(what="card", name=found.name, capability=".".join(map(str, found.capability)), gib=found.total / GIB)
+    stage.row(
+        what="versions", python=platform.python_version(), torch=found.torch, cuda=found.cuda, triton=found.triton
+    )
+    names = VisibleGpus.of_this_process().names
+    stage.row(what="GPUs", visible=visible_gpus(), torch_sees=found.count, driver_names=list(names or ()))
+    stage.row(what="links", **_driver_says())
+    if stage.pretend:
+        copied, side = 1 << 16, 32
+    else:
+        copied, side = 1 << 30, 8192
+    _copies(stage, copied)
+    for dtype in (torch.bfloat16, torch.float32):
+        _products(stage, side if dtype == torch.bfloat16 else side // 2, dtype)
+
+
+def _driver_says() -> Mapping[str, str]:
+    """Return what ``nvidia-smi`` says of the first GPU; what is missing where there is no such program."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return {"left_out": "nvidia-smi is not installed"}
+    command = [program, f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    if done.returncode or not done.stdout.strip():
+        return {"left_out": f"nvidia-smi failed: {done.stderr.strip()[-200:]}"}
+    values = [value.strip() for value in done.stdout.splitlines()[0].split(",")]
+    return dict(zip(QUERY, values, strict=False))
+
+
+def _copies(stage: StageContext, num_bytes: int) -> None:
+    """Measure copies of ``num_bytes`` bytes: to the device and back, from pinned and from pageable memory, and within
+    the device, where reading and writing count both."""
+    device = torch.device(stage.request.device)
+    there = torch.ones(num_bytes, dtype=torch.uint8, device=device)
+    other = torch.empty_like(there)
+    pageable = torch.ones(num_bytes, dtype=torch.uint8)
+    pinned = pageable.pin_memory()
+    pairs = {
+        "upload_pinned": (there, pinned, 1), "upload_pageable": (there, pageable, 1),
+        "download_pinned": (pinned, there, 1), "download_pageable": (pageable, there, 1),
+        "copy_device": (other, there, 2),
+    }  # fmt: skip
+    rates = {
+        f"{name}_gb_s": times * num_bytes / stage.shortest_s(partial(to.copy_, of)) / 1e9
+        for name, (to, of, times) in pairs.items()
+    }
+    stage.row(what="copies", mib=num_bytes / 2**20, **rates)
+    stage.figures(**rates)
+
+
+def _products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
+    """Measure the rate of products of square matrices with ``side`` rows."""
+    name = str(dtype).removeprefix("torch.")
+    left, right = (torch.full((side, side), 0.5, dtype=dtype, device=stage.request.device) for _ in range(2))
+    seconds = stage.shortest_s(lambda: left @ right, times=10)
+    rate = 2 * side**3 / seconds / 1e12
+    stage.row(what=f"products in {name}", side=side, tflops=rate)
+    stage.figures(**{f"product_{name}_tflops": rate})

@@ -1,0 +1,169 @@
+"""The stage ``learner``: the speed of training steps beside the rate of products, packed samples beside samples alone,
+gradients beside float32, and memory beside the planner's reckoning.
+
+    share of products (MFU) = operations of a step (2 forward and 4 backward for each active parameter and token, and
+                              attention; costs.TrainingFlops) / seconds / measured rate of bfloat16 products
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from headrace.base.types.batch import Batch
+from headrace.learner.core import LearnerCore
+from headrace.wings.bench.base import at_least, at_most
+from headrace.wings.bench.engine import lognormal
+from headrace.wings.bench.gpu.base import GIB, StageContext
+from headrace.wings.bench.gpu.learners import open_learner, random_batch
+from headrace.wings.bench.gpu.shapes import LARGE, MEASURED, MIDDLE, MIXTURE, SINKS, SMALL, model_of, write_model
+from headrace.wings.plan.catalogue.shape import ModelShape
+from headrace.wings.plan.costs import TrainingFlops
+
+MFU = 0.4
+"""The share of the rate of products that is aimed at."""
+DTYPE = "bfloat16"
+PACKED = lognormal(32, 896, 3840)
+"""The answers of a step: about 32 thousand tokens with their prompts, of very different lengths."""
+PROMPT = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerCase:
+    """One measurement of the learner."""
+
+    what: str
+    model: str
+    needs_s: float
+    answers: tuple[int, ...] = PACKED
+    """Number of tokens of each answer of the batch."""
+    prompt: int = PROMPT
+    """Number of tokens of each prompt."""
+    settings: Mapping[str, Any] = field(default_factory=lambda: {"tokens_per_microbatch": 4096})
+    rank: int = 0
+    """Rank of the adapter that is trained; 0: all weights are."""
+    aimed: bool = False
+    """Whether its share of the rate of products is a target."""
+
+
+CASES = (
+    LearnerCase(what="4K packed", model=MEASURED[1], needs_s=25, aimed=True),
+    LearnerCase(what="4K packed", model=SMALL, needs_s=12),
+    LearnerCase(
+        what="recompute, optimizer in host memory", model=MIDDLE, needs_s=25,
+        settings={"tokens_per_microbatch": 8192, "memory": {"recompute": True, "offload_optimizer": True}},
+    ),
+    LearnerCase(what="LoRA of rank 16", model=LARGE, needs_s=40, rank=16),
+    LearnerCase(
+        what="8K tokens in one sample", model=SINKS, needs_s=20, answers=(8000,), prompt=190,
+        settings={"tokens_per_microbatch": 8192},
+    ),
+    LearnerCase(what="4K packed", model=MIXTURE, needs_s=30),
+)  # fmt: skip
+"""The measurements, in the order of their importance."""
+_SMALL = {"tokens_per_microbatch": 64}
+TINY = (
+    LearnerCase(
+        what="packed", model=MEASURED[1], needs_s=0, answers=(5, 9, 12, 7), prompt=4, settings=_SMALL, aimed=True
+    ),
+    LearnerCase(
+        what="recompute, optimizer in host memory", model=MIDDLE, needs_s=0, answers=(5, 9), prompt=4,
+        settings={**_SMALL, "memory": {"recompute": True, "offload_optimizer": True}},
+    ),
+    LearnerCase(what="LoRA", model=LARGE, needs_s=0, answers=(5, 9), prompt=4, rank=4, settings=_SMALL),
+    LearnerCase(what="sinks", model=SINKS, needs_s=0, answers=(40,), prompt=4, settings=_SMALL),
+    LearnerCase(what="mixture", model=MIXTURE, needs_s=0, answers=(5, 9), prompt=4, settings=_SMALL),
+)  # fmt: skip
+"""What ``--pretend`` measures."""
+
+
+def run(stage: StageContext) -> None:
+    """Measure the step that a target is set for, check that packing changes nothing and that gradients are those of
+    float32, then measure the other steps."""
+    for case in TINY if stage.pretend else CASES:
+        name = f"{case.model}, {case.what}"
+        stage.attempt(name, partial(_measure, stage, case, name), needs_s=case.needs_s)
+        if case.aimed:
+            stage.attempt("packed against alone", partial(_packed_is_alone, stage))
+            stage.attempt("gradients", partial(_gradients, stage))
+
+
+def _open(stage: StageContext, model: str, dtype: str, settings: Mapping[str, Any], rank: int = 0) -> LearnerCore:
+    """Return a learner of the model of that name."""
+    folder = write_model(stage.models, model, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    return open_learner(stage, folder, dtype, settings, rank=rank)
+
+
+def _batch(stage: StageContext, core: LearnerCore, model: str, prompt: int, answers: tuple[int, ...]) -> Batch:
+    """Return the next batch of a learner of the model of that name."""
+    vocab = model_of(model, pretend=stage.pretend).settings["vocab_size"]
+    return random_batch(core.version, prompt=prompt, answers=answers, vocab=vocab)
+
+
+def _packed_is_alone(stage: StageContext) -> None:
+    """Compare log π of samples that are packed into one pass with that of each sample in a pass of its own, in
+    float32."""
+    answers = (5, 30, 12, 21) if stage.pretend else (40, 700, 333, 90)
+    together, alone = (
+        _open(stage, SMALL, "float32", {"lr": 0.0, "tokens_per_microbatch": tokens})
+        for tokens in (4096, max(answers) + 8)
+    )
+    found, wanted = (core.train(_batch(stage, core, SMALL, 8, answers)).log_pi_N for core in (together, alone))
+    worst = float(np.nanmax(np.abs(found - wanted)))
+    stage.row(what="packed against alone, float32", tokens=len(found), worst=worst)
+    stage.target(at_most("learner, packed samples by samples alone: largest |Δ log π|", worst, 2e-3, "nats"))
+
+
+def _gradients(stage: StageContext) -> None:
+    """Compare the norm of a gradient in bfloat16 with that in float32 of the same weights."""
+    answers = (5, 30, 12, 21) if stage.pretend else (40, 700, 333, 90)
+    folder = write_model(stage.models, SMALL, dtype=DTYPE, device=stage.request.device, pretend=stage.pretend)
+    norms = []
+    for dtype in ("float32", DTYPE):
+        core = open_learner(stage, folder, dtype, {"tokens_per_microbatch": 4096})
+        norms.append(core.train(_batch(stage, core, SMALL, 8, answers)).metrics["grad_norm"])
+    apart = abs(norms[1] / norms[0] - 1)
+    stage.row(what="gradient in bfloat16 against float32", float32=norms[0], bfloat16=norms[1], apart=apart)
+    stage.target(at_most("learner, norm of the gradient in bfloat16 by float32's: apart", apart, 0.05, "fraction"))
+
+
+def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
+    """Make two steps in advance and three that are measured, and record the figures of one case."""
+    torch.cuda.reset_peak_memory_stats()
+    core = _open(stage, case.model, DTYPE, case.settings, case.rank)
+    times_s = [core.train(_batch(stage, core, case.model, case.prompt, case.answers)).seconds for _ in range(4)]
+    seconds = min(times_s[1:])
+    sizes = model_of(case.model, pretend=stage.pretend).sizes
+    lengths = np.array(case.answers, np.float64) + case.prompt
+    rate = stage.request.ceilings.get("product_bfloat16_tflops", float("inf")) * 1e12
+    share = (
+        _cost(sizes, rate, adapter=bool(case.rank)).step_s(float(lengths.sum()), float((lengths**2).sum())) / seconds
+    )
+    counted = stage.work.count(lambda: core.train(_batch(stage, core, case.model, case.prompt, case.answers)))
+    stage.row(
+        what=name, tok_s=float(lengths.sum()) / seconds, step_s=seconds, mfu=share, first_step_s=times_s[0],
+        peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned(sizes, case) / GIB, **counted,
+    )  # fmt: skip
+    if case.aimed and share:
+        stage.target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
+        stage.figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
+
+
+def _cost(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
+    """Return the planner's model of a training step at that rate of products, in operations per second."""
+    each = 4.0 if adapter else 6.0
+    return TrainingFlops(flop_per_token=each * sizes.active, flop_per_square=sizes.flop_per_square, flops=rate)
+
+
+def _planned(sizes: ModelShape, case: LearnerCase) -> float:
+    """Return the bytes of weights, gradients and optimizer state on the device, without activations: 2, 2 and 12 for
+    each parameter in bfloat16 with master weights, of which 12 are in host memory with ``offload_optimizer``; of an
+    adapter's base the weights alone."""
+    if case.rank:
+        return 2.0 * sizes.params
+    return (4.0 if case.settings.get("memory", {}).get("offload_optimizer") else 16.0) * sizes.params

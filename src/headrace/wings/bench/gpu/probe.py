@@ -1,0 +1,57 @@
+"""What a process finds out about the GPU, for the refusals before the first stage and for the stage ``facts``:
+``python -m headrace.wings.bench.gpu.probe`` prints it as JSON. torch is imported in that process only."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib import metadata
+
+import msgspec
+
+
+class CardFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """The facts about torch, the driver and the first GPU."""
+
+    torch: str
+    """Version of torch."""
+    cuda: str
+    """Version of CUDA that torch was built for; empty for a build without."""
+    triton: str
+    """Version of Triton; empty where it is not installed."""
+    count: int = 0
+    """Number of GPUs that torch can use."""
+    error: str = ""
+    """What torch says when it cannot use the driver; empty if it can."""
+    name: str = ""
+    capability: tuple[int, int] = (0, 0)
+    """Compute capability, such as (9, 0)."""
+    total: int = 0
+    """Memory of the GPU, in bytes."""
+    free: int = 0
+    """Memory that no process holds, beside what this one needs to ask, in bytes."""
+
+
+def probe() -> CardFacts:
+    """Return the facts about the first GPU that this process sees."""
+    import torch
+
+    triton = metadata.version("triton") if importlib.util.find_spec("triton") else ""
+    built = CardFacts(torch=str(torch.__version__), cuda=torch.version.cuda or "", triton=triton)
+    try:
+        torch.cuda.init()
+        free, total = torch.cuda.mem_get_info(0)
+        return msgspec.structs.replace(
+            built,
+            count=torch.cuda.device_count(),
+            name=torch.cuda.get_device_name(0),
+            capability=torch.cuda.get_device_capability(0),
+            total=total,
+            free=free,
+        )
+    except (RuntimeError, AssertionError) as error:  # the latter for a build without CUDA
+        return msgspec.structs.replace(built, error=str(error).strip().splitlines()[0])
+
+
+if __name__ == "__main__":
+    sys.stdout.buffer.write(msgspec.json.encode(probe()) + b"\n")

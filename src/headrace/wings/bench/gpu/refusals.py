@@ -1,0 +1,166 @@
+"""What is refused before the first stage: an option that cannot work, and a GPU that cannot be measured.
+
+The facts about the GPU come from a process of its own (:mod:`.probe`), since torch is not imported in the command.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.environ import program_environment, secret, shared_memory_root
+from headrace.base.errors import ConfigError
+from headrace.models.devices import has_gpu_driver
+from headrace.wings.bench.gpu.base import GIB
+from headrace.wings.bench.gpu.probe import CardFacts
+from headrace.wings.bench.gpu.shapes import MEASURED, MODELS
+
+PROBE = "headrace.wings.bench.gpu.probe"
+LEAST_CAPABILITY = (8, 0)
+"""The first compute capability with products in bfloat16 (Ampere)."""
+C_COMPILERS = ("gcc", "clang", "cc")
+"""The compilers that Triton tries for the program with which it launches kernels; ``CC`` names another."""
+OTHERS_BYTES = 2 * GIB
+"""Memory of the GPU that may be taken when the command starts: that of the driver and of a desktop."""
+MODELS_BYTES = 50 * GIB
+"""Room that the random models of all stages need."""
+WITH_TRITON = frozenset({"kernels", "engine", "exact"})
+"""The stages that need Triton."""
+ACTIVATION_BYTES = 6 * GIB
+"""Memory for activations and the cache beside what the largest model of a stage needs."""
+BYTES_A_PARAMETER = {"engine": 2.0, "vllm": 2.0, "learner": 16.0, "sync": 20.0}
+"""Memory that these stages need for each parameter of the largest model whose figures are targets: weights; weights,
+gradients and AdamW with master weights, and in ``sync`` an engine with two copies beside it."""
+LEVER = {
+    "learner": "in a run of your own learner.memory.offload_optimizer = true keeps 12 of 16 bytes in host memory",
+    "sync": "in a run of your own a card for the engine alone, or learner.memory.offload_optimizer = true",
+}
+
+
+def refuse_options(*, budget: float, vllm: str, out: Path) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for options that cannot work."""
+    if budget <= 0:
+        raise ConfigError(f"--budget {budget:g} is no time", remedy="give a number of seconds, such as 600")
+    if vllm and not (Path(vllm).is_file() and os.access(vllm, os.X_OK)):
+        raise ConfigError(f"--vllm {vllm!r} is no program", remedy="name a Python interpreter that has vLLM")
+    if out.is_dir() or not out.parent.is_dir():
+        raise ConfigError(
+            f"--out {out} cannot be written: it is a directory, or lies in none that exists",
+            remedy="give a file in a directory that exists",
+        )
+    if out.exists():
+        raise ConfigError(
+            f"--out {out} exists, and a file of figures is not overwritten",
+            remedy=f"give another name; --compare {out} compares with it",
+        )
+
+
+def folder_of_models() -> Path:
+    """Return the folder for the random models of all stages: shared memory, or the usual one for temporary files where
+    that has no room. Raises :class:`~headrace.base.errors.ConfigError` where neither has."""
+    folders = (shared_memory_root(), Path(tempfile.gettempdir()))
+    free = {folder: shutil.disk_usage(folder).free for folder in folders}
+    for folder in folders:
+        if free[folder] >= MODELS_BYTES:
+            return folder
+    found = " and ".join(f"{room / GIB:.0f} GiB in {folder}" for folder, room in free.items())
+    raise ConfigError(
+        f"the random models of all stages take {MODELS_BYTES / GIB:.0f} GiB, and there are {found}",
+        remedy="name a folder with more room in the variable TMPDIR; docker run --shm-size=64g",
+    )
+
+
+def ask_card() -> CardFacts:
+    """Return the facts about the GPU, which another process finds out. Raises
+    :class:`~headrace.base.errors.ConfigError` where there is no driver, and where that process fails."""
+    if not has_gpu_driver():
+        raise ConfigError(
+            "there is no driver for a GPU on this machine",
+            remedy="run this on a machine with one; --pretend tries all stages without",
+        )
+    done = subprocess.run(
+        [sys.executable, "-m", PROBE], env=program_environment({}), capture_output=True, check=False, timeout=120
+    )
+    if done.returncode:
+        raise ConfigError(
+            f"torch cannot be asked about the GPU: {done.stderr.decode(errors='replace').strip()[-500:]}",
+            remedy="mend that first; headrace doctor says more",
+        )
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=CardFacts)
+
+
+def refuse_card(card: CardFacts, stages: Sequence[str]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` for a GPU, or an installation, with which the ``stages`` would
+    fail."""
+    _refuse_driver(card)
+    if card.capability < LEAST_CAPABILITY:
+        raise ConfigError(
+            f"{card.name} has compute capability {card.capability[0]}.{card.capability[1]}, and bfloat16 needs "
+            f"{LEAST_CAPABILITY[0]}.{LEAST_CAPABILITY[1]}",
+            remedy="take a card of Ampere or later (A100, L4, RTX 30, H100, ...)",
+        )
+    _refuse_taken(card)
+    for stage in stages:
+        _refuse_little_memory(card, stage, stages)
+    if WITH_TRITON & set(stages):
+        _refuse_without_triton(card)
+
+
+def _refuse_driver(card: CardFacts) -> None:
+    """Refuse a build of torch without CUDA, and a driver that it cannot use."""
+    if not card.cuda:
+        raise ConfigError(
+            f"torch {card.torch} is built without CUDA",
+            remedy="install the build that fits the driver: https://pytorch.org/get-started/locally",
+        )
+    if card.error or not card.count:
+        raise ConfigError(
+            f"torch {card.torch}, built for CUDA {card.cuda}, cannot use the GPU: {card.error or 'it sees none'}",
+            remedy="look at nvidia-smi and CUDA_VISIBLE_DEVICES; where the driver is too old, update it or install the "
+            "torch that fits it: https://pytorch.org/get-started/locally",
+        )
+
+
+def _refuse_taken(card: CardFacts) -> None:
+    """Refuse a GPU of which other processes hold memory: they would slow all figures."""
+    taken = card.total - card.free
+    if taken > OTHERS_BYTES:
+        raise ConfigError(
+            f"other processes hold {taken / GIB:.1f} of {card.total / GIB:.1f} GiB of cuda:0 ({card.name})",
+            remedy="end them (nvidia-smi lists them), or choose another GPU with CUDA_VISIBLE_DEVICES",
+        )
+
+
+def _refuse_little_memory(card: CardFacts, stage: str, stages: Sequence[str]) -> None:
+    """Refuse a stage whose targets are for a model that does not fit the GPU."""
+    if stage not in BYTES_A_PARAMETER:
+        return
+    largest = max((MODELS[name].sizes for name in MEASURED), key=lambda sizes: sizes.params)
+    needs = BYTES_A_PARAMETER[stage] * largest.params + ACTIVATION_BYTES
+    if needs > card.total:
+        others = ",".join(name for name in stages if BYTES_A_PARAMETER.get(name, 0) < BYTES_A_PARAMETER[stage])
+        more = f"; {LEVER[stage]}" if stage in LEVER else ""
+        raise ConfigError(
+            f"stage {stage} needs {needs / GIB:.0f} GiB for {largest.name}, and {card.name} has {card.total / GIB:.0f}",
+            remedy=f"--stages {others or 'facts'} leaves it out{more}",
+        )
+
+
+def _refuse_without_triton(card: CardFacts) -> None:
+    """Refuse an installation that cannot run kernels in Triton."""
+    if not card.triton:
+        raise ConfigError("Triton is not installed, which the kernels need", remedy="pip install 'headrace[cuda]'")
+    named = secret("CC")
+    if not any(map(shutil.which, [named] if named else C_COMPILERS)):
+        looked = f"CC={named!r}" if named else ", ".join(C_COMPILERS)
+        raise ConfigError(
+            f"no C compiler is installed ({looked}), with which Triton builds what launches its kernels",
+            remedy="install one: apt install gcc; or name one in the variable CC",
+        )

@@ -1,0 +1,76 @@
+"""The process of one stage: ``python -m headrace.wings.bench.gpu.stage REQUEST``, where REQUEST is a JSON file with a
+:class:`~headrace.wings.bench.gpu.base.StageRequest`."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from headrace.base.clock import RealClock
+from headrace.launch.hosts.main import die_with_starter
+from headrace.wings.bench.gpu.base import StageContext, StageRequest, WorkCounter
+
+_KINDS: Mapping[str, tuple[str, ...]] = {
+    "launch": ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"),
+    "wait": ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    "upload": ("Memcpy HtoD",),
+    "download": ("Memcpy DtoH",),
+}
+"""The beginnings of the names under which torch's profiler lists each kind of work."""
+
+
+class ProfiledWork:
+    """Counts the work of a real GPU with torch's profiler."""
+
+    def count(self, act: Callable[[], object]) -> Mapping[str, int]:
+        """Do ``act`` under the profiler, and return how often each kind of work occurs."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+            act()
+        names = Counter(event.name for event in found.events() or ())
+        return {
+            kind: sum(number for name, number in names.items() if name.startswith(begins))
+            for kind, begins in _KINDS.items()
+        }
+
+
+def main(arguments: list[str], work: WorkCounter | None = None) -> None:
+    """Measure the stage of the request in the file that the first argument names. ``work`` counts the work of the
+    device; by default with torch's profiler. The process and all of its group end with the command, which holds the
+    other end of its standard input."""
+    die_with_starter(sys.stdin.fileno())
+    request = msgspec.json.decode(Path(arguments[0]).read_bytes(), type=StageRequest)
+    context = StageContext(
+        request=request,
+        clock=RealClock(),
+        work=work or ProfiledWork(),
+        wait=lambda: _wait(request.device),
+        release=_release,
+    )
+    importlib.import_module(request.module).run(context)
+
+
+def _wait(device: str) -> None:
+    """Wait until the GPU ``device`` has nothing left to do."""
+    import torch
+
+    torch.cuda.synchronize(device)
+
+
+def _release() -> None:
+    """Give memory of the GPU back that nothing uses any more."""
+    import torch
+
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

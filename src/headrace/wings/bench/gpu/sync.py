@@ -1,0 +1,141 @@
+"""The stage ``sync``: versions of real training steps travel from a learner on the device to an engine that decodes on
+it, whole and as differences; damaged bytes are refused; how long both sides stand still.
+
+Both are in one process here, and meet in shared memory, as the two processes of a run do (the stage ``demo``).
+"""
+
+from __future__ import annotations
+
+import mmap
+import statistics
+from contextlib import closing
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from headrace.base.environ import shared_memory_root
+from headrace.base.errors import WeightsError
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.base.types.weights import WeightUpdate
+from headrace.engine.native import NativeEngine
+from headrace.learner.core import LearnerCore
+from headrace.models.weights import weight_tensors
+from headrace.sync.config import Route
+from headrace.sync.publisher import Publisher
+from headrace.sync.transports import make_publisher, make_receiver
+from headrace.wings.bench.base import Row, at_least, at_most
+from headrace.wings.bench.gpu.base import StageContext
+from headrace.wings.bench.gpu.engines import Load, open_engine
+from headrace.wings.bench.gpu.learners import open_learner, random_batch
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+
+VERSIONS = 6
+"""Versions of each codec after the first two, in which memory is allocated."""
+GAP_MS = 5.0
+"""Longest median commit gap that is aimed at."""
+
+
+def run(stage: StageContext) -> None:
+    """Measure both codecs, and say which ways are left out."""
+    stage.row(what="CUDA IPC", left_out="there is no transport within one GPU's memory: versions pass host memory")
+    stage.row(what="group", left_out="sends through host memory: headrace bench sync measures it")
+    for name in (SMALL,) if stage.pretend else MEASURED:
+        for codec in ("full", "delta"):
+            stage.attempt(f"versions of {name}, {codec}", partial(_measure, stage, name, codec), needs_s=12)
+
+
+def _measure(stage: StageContext, name: str, codec: str) -> None:
+    """Bring versions of real steps to an engine that decodes, and record the medians."""
+    folder = write_model(stage.models, name, dtype="bfloat16", device=stage.request.device, pretend=stage.pretend)
+    load = Load(sequences=4, prompt=8, new=200) if stage.pretend else Load(sequences=64, prompt=256, new=512)
+    core = open_learner(stage, folder, "bfloat16", {"tokens_per_microbatch": 4096, "lr": 1e-5})
+    path = shared_memory_root() / f"headrace-gpu-{stage.directory.parent.name}-{codec}"
+    route = Route(address=str(path), codec=codec)
+    with closing(make_publisher(route, weight_tensors(core.model))) as publisher:
+        engine = _engine(stage, folder, load, codec, core)
+        way = _VersionTransfer(
+            stage, core, publisher, engine, model_of(name, pretend=stage.pretend).settings["vocab_size"]
+        )
+        found = [way.version() for _ in range(VERSIONS + 2)][2:]
+        row: Row = {key: statistics.median(each[key] for each in found) for key in found[0]}
+        seconds = row["exposed_s"] + row["announce_s"] + row["stage_s"]
+        stage.row(what=f"versions of {name}, {codec}", **row, gb_s=way.whole_bytes / seconds / 1e9)
+        stage.target(
+            at_most(f"sync, {name}, {codec}: median commit gap", row["gap_s"] * 1e3, GAP_MS, "ms"), measured=True
+        )
+        if codec == "full":
+            way.refuse_damage(path, name)
+            stage.figures(sync_gb_s=way.whole_bytes / seconds / 1e9, gap_s=row["gap_s"])
+
+
+def _engine(stage: StageContext, folder: Path, load: Load, codec: str, core: LearnerCore) -> NativeEngine:
+    """Return an engine that has no weights yet and receives those of the learner."""
+    receiver = make_receiver(Route(codec=codec), weight_tensors(core.model))
+    return open_engine(stage, folder, "bfloat16", load, receiver=receiver)
+
+
+class _VersionTransfer:
+    """The way of the weights from a learner to an engine."""
+
+    def __init__(
+        self, stage: StageContext, core: LearnerCore, publisher: Publisher, engine: NativeEngine, vocab: int
+    ) -> None:
+        """Begin before the first version. ``vocab`` is the size of the model's vocabulary."""
+        self._stage, self._core, self._publisher, self._engine, self._vocab = stage, core, publisher, engine, vocab
+        self._version, self._requests = -1, 0
+        self.whole_bytes = publisher.manifest.total_bytes
+        """Bytes of one version as a whole."""
+
+    def version(self) -> dict[str, float]:
+        """Train a step, bring its weights to the engine while that decodes, and return the seconds of each stage."""
+        if self._version >= 0:
+            self._core.train(
+                random_batch(self._core.version, prompt=4, answers=(9, 12, 7, 5), vocab=self._vocab, seed=self._version)
+            )
+        update, exposed_s, announce_s = self._publish()
+        stage_s = self._stage.timed(lambda: self._engine.stage(update))
+        self._decode(3)
+        self._engine.commit(self._version)
+        self._decode(1)
+        (swap,) = self._engine.take_swaps()
+        return {
+            "exposed_s": exposed_s, "announce_s": announce_s, "stage_s": stage_s, "gap_s": swap.gap_s,
+            "bytes": float(update.num_bytes),
+        }  # fmt: skip
+
+    def refuse_damage(self, path: Path, name: str) -> None:
+        """Change one bit of the next version in shared memory, and check that the engine refuses it and takes the
+        version after it."""
+        update, _, _ = self._publish()
+        with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+            memory[update.slot * self.whole_bytes + self.whole_bytes // 2] ^= 1
+        refused = ""
+        try:
+            self._engine.stage(update)
+        except WeightsError as error:
+            refused = error.problem
+        self._stage.row(what=f"one bit of {name} changed on the way", refused=refused[:200])
+        self._stage.target(at_least(f"sync, {name}: damaged versions refused", float(bool(refused)), 1, "versions"))
+        self.version()
+
+    def _publish(self) -> tuple[WeightUpdate, float, float]:
+        """Copy the learner's weights out and announce them as the next version; return the announcement, and the
+        seconds of both."""
+        self._version += 1
+        slot = self._version % 2
+        exposed_s = self._stage.timed(lambda: self._publisher.copy(slot))
+        start_s = self._stage.clock.now()
+        update = self._publisher.announce(self._version, slot)
+        return update, exposed_s, self._stage.clock.now() - start_s
+
+    def _decode(self, steps: int) -> None:
+        """Let the engine make that many steps, with new requests where it has none."""
+        for _ in range(steps):
+            if self._version > 0 and not self._engine.has_work():
+                self._requests += 1
+                ids_T = np.arange(3, 11, dtype=np.int32)
+                wanted = Sampling(max_new_tokens=40, seed=self._requests)
+                self._engine.add(GenerateRequest(request_id=self._requests, prompt_ids_T=ids_T, sampling=wanted))
+            self._engine.step()

@@ -1,0 +1,95 @@
+"""The stage ``vllm``: the same weights and requests in the native engine and in vLLM, one after the other. vLLM is run
+by the interpreter that ``--vllm`` names, which needs no Headrace."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from headrace.base.environ import program_environment
+from headrace.base.errors import ComponentDied
+from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.sampling import Sampling
+from headrace.wings.bench.base import at_least
+from headrace.wings.bench.gpu.base import StageContext
+from headrace.wings.bench.gpu.engines import Load, open_engine
+from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_model
+
+PROGRAM = Path(__file__).with_name("vllm_side.py")
+LOAD = Load(sequences=256, prompt=896, new=256)
+TINY = Load(sequences=3, prompt=12, new=4)
+NEEDS_S = 45.0
+"""Seconds that a model takes on a fast card, vLLM's start included."""
+FAIR = 1.0
+"""The least ratio of our tokens per second to vLLM's that is aimed at."""
+
+
+def run(stage: StageContext) -> None:
+    """Compare the two engines on one model after the other."""
+    if not stage.request.vllm:
+        stage.row(what="vLLM beside it", left_out="no interpreter with vLLM was given: --vllm PYTHON")
+        return
+    for name in MEASURED if not stage.pretend else (SMALL,):
+        load = TINY if stage.pretend else LOAD
+        stage.attempt(f"{name} in both", partial(_compare, stage, name, load), needs_s=NEEDS_S)
+
+
+def _compare(stage: StageContext, name: str, load: Load) -> None:
+    """Send the same requests to both, and record tokens per second of whole requests."""
+    dtype = "float32" if stage.pretend else "bfloat16"
+    folder = write_model(stage.models, name, dtype=dtype, device=stage.request.device, pretend=stage.pretend)
+    vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
+    ours = _ours(stage, folder, dtype, load, prompts)
+    stage.release()
+    theirs = _theirs(stage, folder, dtype, load, prompts)
+    stage.row(what=f"{name}, {load.sequences} x {load.prompt} + {load.new}", ours_tok_s=ours, **theirs)
+    ratio = ours / theirs["tok_s"]
+    stage.target(at_least(f"engine, {name}: tok/s by vLLM's", ratio, FAIR, "ratio"), measured=True)
+
+
+def _ours(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
+    """Return the tokens per second of the native engine, after the same requests in advance."""
+    engine = open_engine(stage, folder, dtype, load)
+
+    def answer(first: int) -> None:
+        """Sample the answers to all prompts; the requests are numbered from ``first``."""
+        for number, prompt in enumerate(prompts):
+            wanted = Sampling(max_new_tokens=load.new, seed=number)
+            ids_T = np.array(prompt, np.int32)
+            engine.add(GenerateRequest(request_id=first + number, prompt_ids_T=ids_T, sampling=wanted))
+        while engine.has_work():
+            engine.step()
+
+    answer(0)
+    return load.sequences * load.new / stage.timed(lambda: answer(load.sequences))
+
+
+def _theirs(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> dict[str, Any]:
+    """Return the figures of vLLM. Raises :class:`~headrace.base.errors.ComponentDied` if it fails."""
+    spec = {
+        "model": str(folder), "dtype": dtype, "context": load.context, "sequences": load.sequences, "new": load.new,
+        "prompts": prompts,
+    }  # fmt: skip
+    file = stage.directory / "vllm.json"
+    file.write_text(json.dumps(spec), encoding="utf-8")
+    # an interpreter of its own, without the path of a claimed device
+    variables = {"PYTHONPATH": "", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [stage.request.vllm, "-P", str(PROGRAM), str(file)], env=program_environment(variables), capture_output=True,
+        text=True, check=False, timeout=max(1.0, stage.left_s()),
+    )  # fmt: skip
+    found = [line for line in done.stdout.splitlines() if line.startswith('{"tok_s"')]
+    if done.returncode or not found:
+        raise ComponentDied(
+            f"vLLM ended with exit code {done.returncode}: {done.stderr.strip()[-800:]}",
+            remedy="try the interpreter of --vllm by itself, or leave --vllm out",
+        )
+    answer: dict[str, Any] = json.loads(found[-1])
+    return answer
