@@ -12,7 +12,9 @@ from headrace.run.cli.output import console, print_json, starting
 
 if TYPE_CHECKING:
     from headrace.wings.plan import ClusterFile, SearchResult
+    from headrace.wings.plan.card import CardRates
     from headrace.wings.plan.cluster_map import ClusterMap
+    from headrace.wings.plan.system import Measured
 
 
 def plan(
@@ -46,15 +48,7 @@ def plan(
 
     _refuse_picture(picture)
     config = load_config(run_file, overrides, like=like)
-    measured, rates = None, None
-    if calibrate is not None and calibrate.is_file():
-        from headrace.wings.plan.card import read_rates
-
-        rates = read_rates(calibrate)
-    elif calibrate is not None:
-        from headrace.wings.plan.calibration import calibrated
-
-        measured = calibrated(calibrate)
+    measured, rates = (None, None) if calibrate is None else _calibration(calibrate)
     file = load_cluster(cluster_file)
     if not file.cluster.of_cores:
         refuse_misplaced(config, file.cluster)
@@ -112,6 +106,18 @@ def _print(found: SearchResult, run_map: ClusterMap | None) -> None:
         out.print("The parts of the run file, as it stands:")
         for line in run_map.lines():
             out.print(line, soft_wrap=True)
+
+
+def _calibration(path: Path) -> tuple[Measured | None, CardRates | None]:
+    """Return what was measured: in the run of a directory, or on a GPU by ``headrace bench gpu``, which wrote a
+    file."""
+    if path.is_file():
+        from headrace.wings.plan.card import read_rates
+
+        return None, read_rates(path)
+    from headrace.wings.plan.calibration import calibrated
+
+    return calibrated(path), None
 
 
 def _refuse_picture(picture: Path | None) -> None:
