@@ -4,12 +4,13 @@ seed determines."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import hashlib
 import os
 import random
 import signal
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -25,22 +26,25 @@ from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import Chunks, EngineStats, Ready
 from headrace.base.types.messages.engine import GenerateRequest
+from headrace.base.types.messages.rollout import StartEpisodes, WithdrawEpisode
 from headrace.base.types.observation import Recovery
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
 from headrace.engine.fleet import Fleet
-from headrace.launch.channel import ControllerChannel, PartChannel
+from headrace.launch.channel import ChannelAddresses, ControllerChannel, PartChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.rollout import RolloutClient
 from headrace.launch.hosts.answers import AnswerRoutes
 from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
+from headrace.launch.hosts.rollout import RolloutShard
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.rollouts import RolloutShards, shard_names
 from headrace.launch.starts import RolloutStart
 from headrace.launch.supervision import SupervisionConfig
 from headrace.rollout import Withdrawal
+from headrace.rollout.environments.base import AttemptOutcome
 from headrace.rollout.runner import episode_seed
 
 TOKEN = "secret of the test"
@@ -75,7 +79,8 @@ class SeededCore:
     def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
         found = [number for number in request_ids if self._running.pop(number, None)]
         self.aborted += found
-        return [
+        # like every core, it may return what is due of other requests, too
+        return self.step() + [
             TokenChunk(request_id=number, tokens=Tokens.observed([]), stop_reason=StopReason.ABORTED)
             for number in found
         ]  # fmt: skip
@@ -140,7 +145,6 @@ class World:
             RealClock(),
             fleet=self.fleet,
             client=lambda name: self.clients[name],
-            end_engine=lambda name, problem: pytest.fail(problem),
         )
         self.shards.send_recoveries_to(self.recoveries.append)
         self.shards.connect(self.parts.extend, pytest.fail)
@@ -169,7 +173,6 @@ class World:
             timeout_s=None,
             retries=0,
             record_tokens=8,
-            silence_s=60.0,
             deadline_s=60.0,
         )
         site = Rendezvous(directory=self.directory, logs=self.directory, token=TOKEN, on_spans=lambda _: None)
@@ -281,6 +284,7 @@ def test_episodes_end_once_with_their_own_tokens_while_shards_and_engines_are_ki
             await run_groups(made, range(24, 48))
             killing.cancel()
             assert len(made.recoveries) >= 2
+            assert all("SIGKILL" in each.cause for each in made.recoveries)
             assert any(core.aborted for core in made.cores), "nothing ran when a shard was killed"
 
     asyncio.run(run())
@@ -311,6 +315,71 @@ def request(number: int) -> GenerateRequest:
 def chunk(number: int, *, ended: bool = False) -> TokenChunk:
     stop = StopReason.STOP if ended else None
     return TokenChunk(request_id=number, tokens=Tokens.observed([number]), stop_reason=stop)
+
+
+class DueCore(SeededCore):
+    """A core that returns chunks of other requests when some are withdrawn."""
+
+    def abort(self, request_ids: Sequence[int]) -> list[TokenChunk]:
+        return [chunk(number, ended=True) for number in (*request_ids, 8, 9)]
+
+
+class Silent:
+    """A channel over which nothing comes."""
+
+    def send(self, message: Any) -> None: ...
+
+
+def test_what_others_are_due_is_sent_when_the_requests_of_a_dead_process_are_withdrawn() -> None:
+    sent = Sent()
+    routes = AnswerRoutes(sent)
+    host = EngineHost(DueCore(random.Random(0)), Silent(), None, EngineHostConfig(answers=routes))  # type: ignore[arg-type]
+    host._handle(engine.Generate(requests=(request(1),), answers_to="a"))
+    host._handle(engine.Generate(requests=(request(8),), answers_to="b"))
+    left = host._handle(engine.AbortAllOf(answers_to="a"))
+    assert [each.request_id for each in left] == [8, 9]
+    assert host._handle(engine.Generate(requests=(request(2),), answers_to="a")) == []
+    assert routes.split([chunk(2)], EngineStats()) == [chunk(2)], "it was never started, so nobody reads it"
+
+
+class EndsAtOnce:
+    """An environment that asks for nothing."""
+
+    async def run(self, task: Task, conversations: Any) -> AttemptOutcome:
+        return AttemptOutcome()
+
+
+class Reports:
+    """The channel of a shard whose reports cross with the withdrawal of the same episode."""
+
+    addresses = ChannelAddresses(orders="ipc:///nowhere/orders", reports="ipc:///nowhere/reports")
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.on_report: Callable[[], None] = lambda: None
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+        self.on_report()
+
+
+def test_an_episode_that_has_ended_cannot_be_withdrawn_any_more() -> None:
+    start = RolloutStart(
+        sampling=SAMPLING, run_seed=0, limits={}, timeout_s=60.0, retries=0, record_tokens=0, deadline_s=60.0
+    )
+    reports = Reports()
+    shard = RolloutShard(start, reports, None)  # type: ignore[arg-type]
+    shard._runner = dataclasses.replace(shard._runner, env=EndsAtOnce())  # type: ignore[arg-type]
+    withdrawal = WithdrawEpisode(key=EpisodeKey(0, 0), reason="enough")
+
+    async def body() -> None:
+        async with asyncio.TaskGroup() as calls:
+            reports.on_report = lambda: shard.handle(withdrawal, calls)
+            shard.handle(StartEpisodes(call=0, group=0, places=(0,), task=task_of(0)), calls)
+
+    asyncio.run(body())
+    assert [each.status for each in reports.sent[0].episodes] == [EpisodeStatus.FAILED]
+    assert not shard._running
 
 
 def test_chunks_go_to_the_process_that_asked_and_to_no_other() -> None:

@@ -203,12 +203,13 @@ class PartChannel:
 
     def answer(self, reader: str, message: Any) -> None:
         """Send ``message`` to another process of this machine, which receives answers at the address ``reader``; one
-        thread may call this. It waits while that process has :data:`MAX_QUEUED` messages to read, as :meth:`send`
-        does for the controller."""
+        thread may call this. It never waits, so that a process that is stopped holds nobody else up: the messages that
+        it has not read are kept. They are bounded by the requests that it has running."""
         if reader not in self._readers:
             self._readers[reader] = _socket(self._context, zmq.PUSH)
+            self._readers[reader].setsockopt(zmq.SNDHWM, 0)
             self._readers[reader].connect(reader)
-        self._readers[reader].send(self._codec.encode(message))
+        self._readers[reader].send(self._codec.encode(message), zmq.NOBLOCK)
 
     def forget_reader(self, reader: str) -> None:
         """Drop the messages that the process at the address ``reader`` has not received, because it has died."""

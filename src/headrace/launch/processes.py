@@ -119,7 +119,6 @@ class Processes:
             RealClock(),
             fleet=engines.fleet,
             client=engines.client,
-            end_engine=engines.order_kill,
         )
 
     async def _start_rollout(self, name: str) -> Child:
@@ -137,7 +136,6 @@ class Processes:
             timeout_s=order.env.timeout_s,
             retries=order.env.retries,
             record_tokens=order.record_tokens,
-            silence_s=order.launch.engine_silence_s if order.launch.engine_restarts else None,
             deadline_s=order.sync.longest_s(order.version_bytes),
         )
         self._forget_replaced()

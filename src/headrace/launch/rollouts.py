@@ -59,14 +59,12 @@ class RolloutShards(Supervisor):
         *,
         fleet: Fleet,
         client: Callable[[str], EngineClient],
-        end_engine: Callable[[str, str], None],
     ) -> None:
         """Make the supervisor of the shards ``names``, which ask the engines of ``fleet``; none is started yet.
-        ``client`` returns the controller's client of an engine. ``end_engine`` is called with the name of an engine
-        that is silent for too long, and with what is wrong. The other arguments are described at
+        ``client`` returns the controller's client of an engine. The other arguments are described at
         :class:`~headrace.launch.supervision.Supervisor`."""
         super().__init__(start, names, config, clock)
-        self._fleet, self._engine, self._end_engine = fleet, client, end_engine
+        self._fleet, self._engine = fleet, client
         self._ready: dict[str, RolloutClient] = {}
         self._changed = asyncio.Event()
         self._calls = itertools.count()
@@ -111,8 +109,8 @@ class RolloutShards(Supervisor):
     async def serve(self, child: Child, outage: Outage | None) -> None:
         """Tell a new shard the engines, and let it run episodes."""
         client = self._client(child.role)
-        client.on_parts, client.on_note, client.on_silent = self._grown, self._noted, self._end_engine
-        client.send(EnginesSeen(engines=tuple(map(self._seen, self._fleet.names))))
+        client.on_parts, client.on_note = self._grown, self._noted
+        self._tell(child.role, client, self._fleet.names)
         self._ready[child.role] = client
         if outage is not None:
             self.recovered(child.role, outage)
@@ -143,8 +141,14 @@ class RolloutShards(Supervisor):
     def _tell_engines(self) -> None:
         """Tell the shards the engines that have changed. They must know them before they get more episodes."""
         names, self._unseen = self._unseen, {}
-        for client in self._ready.values() if names else ():
-            client.send(EnginesSeen(engines=tuple(map(self._seen, names))))
+        for shard, client in self._ready.items() if names else ():
+            self._tell(shard, client, tuple(names))
+
+    def _tell(self, shard: str, client: RolloutClient, names: Sequence[str]) -> None:
+        """Tell the shard ``shard`` the state of the engines ``names``, in an order of its own: of engines with the same
+        load it asks the first, and shards that do the same shall not ask the same."""
+        first = self.names.index(shard) * len(names) // len(self.names)
+        client.send(EnginesSeen(engines=tuple(map(self._seen, (*names[first:], *names[:first])))))
 
     def _seen(self, name: str) -> EngineSeen:
         """Return the state of an engine for one shard."""

@@ -187,8 +187,6 @@ class RolloutStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of times that an episode whose environment failed is attempted again."""
     record_tokens: int
     """Number of tokens of each running turn that a crash may lose; 0: running turns are not recorded."""
-    silence_s: float | None
-    """Seconds for which an engine with sequences may send nothing; ``None``: engines are not started again."""
     deadline_s: float
     """The longest wait for an answer of an engine that is no chunk, in seconds."""
 

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.base.clock import VirtualClock, run_virtual
 from headrace.base.errors import DeadlineError, EngineFull, RequestError, SequenceFailed
+from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.messages.engine import ForkRequest
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.tokens import Tokens
@@ -252,6 +253,24 @@ async def test_engine_that_says_nothing_while_it_has_sequences_is_ended() -> Non
             await task
         watching.cancel()
     assert engines["b"].made == 30 * 2000
+
+
+@in_virtual_time
+async def test_engine_that_others_ask_is_judged_by_the_counters_that_it_reports() -> None:
+    ended: list[str] = []
+    fleet, engines = fleet_of("a", "b", end=lambda name, why: ended.append(name))
+    fleet.follow(lambda name: None)
+    await bring(fleet, 0)
+    silent = EngineStats(version=0, running=3)
+    engines["a"].stats = lambda: silent  # type: ignore[method-assign]
+    engines["b"].stats = lambda: EngineStats(version=0, running=3)  # type: ignore[method-assign]
+    assert fleet.load("a") == 3
+    async with asyncio.TaskGroup() as group:
+        watching = group.create_task(fleet.watch(5.0))
+        await asyncio.sleep(20.0)
+        watching.cancel()
+    assert ended == ["a"]
+    assert fleet.leave("a") == 3, "these are what others continue"
 
 
 @in_virtual_time

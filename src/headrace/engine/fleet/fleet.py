@@ -72,6 +72,8 @@ class Fleet:
         self._paused: bool | None = None  # the value of ``release``; None: not paused
         self._changed = asyncio.Event()
         self._on_member: Callable[[str], None] = lambda _: None
+        self._mirrored = False
+        """Whether other processes ask the engines, too, so that the counters of the engines say what they have."""
         self.version = NOT_SAMPLED
         """The newest version that every engine uses, except those that have missed it."""
 
@@ -91,8 +93,9 @@ class Fleet:
 
     def follow(self, on_member: Callable[[str], None]) -> None:
         """Call ``on_member`` from now on with the name of an engine whenever it has joined, has left, or has changed
-        in a way that matters to the choice of an engine (:meth:`seen`)."""
-        self._on_member = on_member
+        in a way that matters to the choice of an engine (:meth:`seen`). What is told mirrors this fleet elsewhere, from
+        where the engines get requests, too."""
+        self._on_member, self._mirrored = on_member, True
 
     def seen(self, name: str) -> tuple[EngineState, int, bool] | None:
         """Return the state of the engine ``name``, the version that it uses, and whether it is paused; ``None`` if it
@@ -149,8 +152,13 @@ class Fleet:
         await self._wait_until(lambda: self._misses(name))
 
     def load(self, name: str) -> int:
-        """Return the number of sequences that the engine ``name`` serves now."""
-        return self._router.load(name)
+        """Return the number of sequences that the engine ``name`` serves now. Where other processes ask it, too, it is
+        the number that the engine has reported."""
+        load = self._router.load(name)
+        if not self._mirrored or name not in self._members:
+            return load
+        stats = self._members[name].engine.stats()
+        return max(load, stats.running + stats.waiting)
 
     async def wait_until_complete(self) -> None:
         """Wait until as many engines have joined as the fleet is intended to have (``size``)."""
@@ -202,7 +210,7 @@ class Fleet:
         while True:
             await asyncio.sleep(TICK_S)
             for member in list(self._members.values()):
-                load = 0 if self._paused is not None else self._router.load(member.name)
+                load = 0 if self._paused is not None else self.load(member.name)
                 member.check_silence(load)
                 if member.silent_s >= silence_s:
                     self._give_up(member, member.silence_error(load))
@@ -221,9 +229,11 @@ class Fleet:
         statistics. Nothing happens if it has been removed before, even if a successor has its name."""
         if self._members.get(member.name) is not member:
             return
+        lost = self.load(member.name)
         del self._members[member.name]
+        self._router.leave(member.name)
         member.gone = True
-        self._lost_sequences[member.name] = len(self._router.leave(member.name))
+        self._lost_sequences[member.name] = lost
         self._departed_stats = total([member.engine.stats()], self._departed_stats, version=NOT_SAMPLED, size=1)
         self._on_member(member.name)
         self._notify()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from headrace.base.types.episode import EpisodeGraph, TokenChunk
-from headrace.base.types.messages.controller import EngineSilent, EpisodesEnded, Noted, TurnsGrown
+from headrace.base.types.messages.controller import EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import EndCall, StartEpisodes
 from headrace.launch.channel import ControllerChannel, answers_address
 from headrace.launch.clients.peer import Peer
@@ -30,8 +30,6 @@ class RolloutClient(Peer):
         """Called with the tokens of running turns that are to be recorded."""
         self.on_note: Callable[[str], None] = lambda _: None
         """Called with notes on unusual events."""
-        self.on_silent: Callable[[str, str], None] = lambda _, __: None
-        """Called with the name of an engine that is silent for too long, and with what is wrong."""
         self._calls: dict[int, asyncio.Queue[Ended]] = {}
         self._lost = False
 
@@ -77,7 +75,5 @@ class RolloutClient(Peer):
                 self.on_parts(parts)
             case Noted(text=text):
                 self.on_note(text)
-            case EngineSilent(name=name, problem=problem):
-                self.on_silent(name, problem)
             case _:
                 super().handle(message)

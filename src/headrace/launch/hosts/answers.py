@@ -31,11 +31,17 @@ class AnswerRoutes:
         self._sockets = sockets
         self._readers: dict[int, str] = {}
         """The address of the reader of each running request that the controller does not read."""
+        self._gone: set[str] = set()
+        """The addresses of the processes that have died. No other process gets them."""
 
-    def add(self, order: Generate) -> None:
-        """Note where the chunks of the requests of ``order`` go."""
+    def add(self, order: Generate) -> bool:
+        """Note where the chunks of the requests of ``order`` go. Return whether anybody reads them: an order may arrive
+        after the death of the process that sent it."""
+        if order.answers_to in self._gone:
+            return False
         if order.answers_to:
             self._readers.update(dict.fromkeys([one.request_id for one in order.requests], order.answers_to))
+        return True
 
     def split(self, chunks: Sequence[TokenChunk], stats: EngineStats) -> list[TokenChunk]:
         """Send the chunks that another process reads to it, with the counters ``stats``, and return those that the
@@ -58,5 +64,6 @@ class AnswerRoutes:
         numbers = [number for number, address in self._readers.items() if address == reader]
         for number in numbers:
             del self._readers[number]
+        self._gone.add(reader)
         self._sockets.forget_reader(reader)
         return numbers

@@ -216,11 +216,13 @@ class EngineHost:
         """Carry out one order, and return the chunks that result from it: those of aborted and refused requests."""
         match message:
             case Generate(requests=requests):
-                if self._answers is not None:
-                    self._answers.add(message)
+                if self._answers is not None and not self._answers.add(message):
+                    return []
                 return [refused for request in requests for refused in self._add(request)]
             case AbortAllOf(answers_to=reader) if self._answers is not None:
-                self._core.abort(list(self._answers.forget(reader)))
+                gone = set(self._answers.forget(reader))
+                # the core returns all chunks that are due, those of other processes' requests among them
+                return [chunk for chunk in self._core.abort(list(gone)) if chunk.request_id not in gone]
             case Abort(request_ids=request_ids):
                 return self._core.abort(request_ids)
             case Stage():

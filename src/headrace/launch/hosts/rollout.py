@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from headrace.base.clock import RealClock
 from headrace.base.heap import gc_frozen
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, TokenChunk
-from headrace.base.types.messages.controller import Chunks, EngineSilent, EpisodesEnded, Noted, TurnsGrown
+from headrace.base.types.messages.controller import Chunks, EpisodesEnded, Noted, TurnsGrown
 from headrace.base.types.messages.rollout import (
     EndCall,
     EngineSeen,
@@ -45,8 +45,6 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
     shard = RolloutShard(start, channel, AnswerListener(address, Chunks))
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(shard.listen())
-        if start.silence_s is not None:
-            tasks.create_task(shard.fleet.watch(start.silence_s))
         await serve(channel, shard.handle)
 
 
@@ -60,7 +58,7 @@ class RolloutShard:
         self._answers_address = answers_address(channel.addresses)
         self._deadline_s = start.deadline_s
         clock = RealClock()
-        self.fleet = Fleet(clock, end=self._report_silence)
+        self.fleet = Fleet(clock)
         self._clients: dict[str, EngineClient] = {}
         self._addresses: dict[str, str] = {}
         """The address at which each engine receives orders; that of an engine's next process is another one."""
@@ -103,13 +101,20 @@ class RolloutShard:
                 for place in order.places:
                     self._running[EpisodeKey(order.group, place)] = Withdrawal()
                 task = self._calls[order.call] = calls.create_task(self._run(order))
-                task.add_done_callback(lambda _: self._calls.pop(order.call))
+                task.add_done_callback(lambda _: self._forget(order))
             case WithdrawEpisode(key=key, reason=reason):
                 if key in self._running:  # else it has ended meanwhile
                     self._running[key].withdraw(reason)
             case EndCall(call=call):
                 if call in self._calls:
                     self._calls[call].cancel()
+
+    def _forget(self, order: StartEpisodes) -> None:
+        """Forget an order whose episodes have ended or were cancelled."""
+        del self._calls[order.call]
+        for place in order.places:
+            self._running.pop(EpisodeKey(order.group, place), None)
+            self._turns.ended(EpisodeKey(order.group, place))
 
     def _see(self, seen: EngineSeen) -> None:
         """Take over the state of an engine from the controller's fleet."""
@@ -141,10 +146,6 @@ class RolloutShard:
         self.fleet.leave(name)
         client.close()
 
-    def _report_silence(self, name: str, problem: str) -> None:
-        """Tell the controller that an engine is silent for too long, so that it ends its process."""
-        self._channel.send(EngineSilent(name=name, problem=problem))
-
     async def _run(self, order: StartEpisodes) -> None:
         """Run the episodes of ``order``, and report each when it has ended."""
 
@@ -154,20 +155,16 @@ class RolloutShard:
                 self._turns.ended(episode.key)
             self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(ended)))
 
-        keys = [EpisodeKey(order.group, place) for place in order.places]
-        try:
-            if order.together and self._siblings is not None:
-                await self._siblings.run(order.group, len(keys), order.task, report)
-                return
-            async with asyncio.TaskGroup() as group:
-                for key in keys:
-                    begun = [part for part in order.begun if part.key == key]
-                    group.create_task(self._run_one(key, order.task, begun, report))
-        finally:
-            for key in keys:
-                self._turns.ended(key)
-                del self._running[key]
+        if order.together and self._siblings is not None:
+            await self._siblings.run(order.group, len(order.places), order.task, report)
+            return
+        async with asyncio.TaskGroup() as group:
+            for key in [EpisodeKey(order.group, place) for place in order.places]:
+                begun = [part for part in order.begun if part.key == key]
+                group.create_task(self._run_one(key, order.task, begun, report))
 
     async def _run_one(self, key: EpisodeKey, task: Task, begun: Sequence[TokenChunk], report: OnEnded) -> None:
         """Run one episode, which continues from the recorded tokens ``begun``, and call ``report`` with it."""
-        await report([await self._runner.run(key, task, self._running[key], begun)])
+        episode = await self._runner.run(key, task, self._running[key], begun)
+        del self._running[key]  # what has ended cannot be withdrawn any more
+        await report([episode])

@@ -32,7 +32,6 @@ def open_shards(
         timeout_s=None,
         retries=0,
         record_tokens=256,
-        silence_s=None,
         deadline_s=120.0,
     )
 
@@ -55,5 +54,4 @@ def open_shards(
         RealClock(),
         fleet=fleet,
         client=named.__getitem__,
-        end_engine=lambda name, problem: None,
     )

@@ -328,15 +328,6 @@ class Noted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     text: str
 
 
-class EngineSilent(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The message of a rollout shard that an engine which has sequences has sent nothing for too long."""
-
-    name: str
-    """The name of the engine."""
-    problem: str
-    """What is wrong, in words."""
-
-
 Answer = (
     Staged
     | Committed
@@ -368,6 +359,5 @@ Message = (
     | EpisodesEnded
     | TurnsGrown
     | Noted
-    | EngineSilent
     | Answer
 )
