@@ -368,7 +368,7 @@ def test_an_episode_that_has_ended_cannot_be_withdrawn_any_more() -> None:
         sampling=SAMPLING, run_seed=0, limits={}, timeout_s=60.0, retries=0, record_tokens=0, deadline_s=60.0
     )
     reports = Reports()
-    shard = RolloutShard(start, reports, None)  # type: ignore[arg-type]
+    shard = RolloutShard(start, reports, None, None)  # type: ignore[arg-type]
     shard._runner = dataclasses.replace(shard._runner, env=EndsAtOnce())  # type: ignore[arg-type]
     withdrawal = WithdrawEpisode(key=EpisodeKey(0, 0), reason="enough")
 

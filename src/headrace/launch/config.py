@@ -164,10 +164,10 @@ class LaunchConfig(Section):
     """``ADDRESS:PORT`` of this machine, at which others may join the run with workers for its environments: see
     ``headrace join``. Only with ``kind = "local"``, and an environment that runs in workers."""
     rollouts: int = Field(default=0, ge=0, le=64)
-    """Number of rollout shards: processes of this machine that run the episodes of training. 0: they run in the
-    controller. The tokens do not depend on it. With several, the chunks of answers do not pass through the controller,
-    which one process of a thousand engines or of long answers is too slow for. Only with ``kind = "local"`` and
-    ``env.kind = "single_turn"``; evaluations stay in the controller."""
+    """Number of rollout shards: processes of this machine that run the episodes of training, each with ``env.workers``
+    workers of its own if the environment runs in workers. 0: they run in the controller. The seeds do not depend on
+    it. With shards, the chunks of answers do not pass through the controller, which may be too slow for a thousand
+    engines, or for the messages of many agents. Evaluations stay in the controller. Only with ``kind = "local"``."""
     start_timeout_s: float = Field(default=120.0, gt=0)
     """Seconds that a part may take to load its model and report; and, before that, to find room in a cluster."""
     engine_restarts: int = Field(default=3, ge=0)

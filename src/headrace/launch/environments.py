@@ -13,6 +13,7 @@ from headrace.base.clock import RealClock
 from headrace.base.config.addresses import host_and_port
 from headrace.base.plugins import Registry
 from headrace.base.types.observation import Event
+from headrace.base.types.sampling import Sampling
 from headrace.launch.child import Child, Rendezvous, Starter
 from headrace.launch.clients import EnvPool, EnvPoolConfig
 from headrace.launch.clients.environment import Listening
@@ -38,39 +39,51 @@ def environment_start(env: EnvConfig) -> EnvironmentStart:
 
 
 def environment_pool(processes: Processes) -> EnvPool | None:
-    """Return the pool of the environment's workers, which are not started yet; ``None`` for an environment that needs
-    none."""
+    """Return the pool of the environment's workers that belong to the controller, which are not started yet; ``None``
+    for an environment that needs none."""
     order, env = processes.order, processes.order.env
     if not env.remote:
         return None
-    return EnvPool(
-        partial(processes.start_environment, environment_start(env)),
-        EnvPoolConfig(
-            num_workers=env.workers,
-            concurrency=env.episodes_at_once,
-            block_s=env.block_s,
-            start_timeout_s=order.launch.start_timeout_s,
-            scored=bool(env.components),
-        ),
+    joined = host_and_port(order.launch.join)[0] if order.launch.join else ""
+    return make_pool(
+        env,
+        processes.start_environment,
+        start_timeout_s=order.launch.start_timeout_s,
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=_listening(order, processes),
+        listening=endpoint_of(env, order.sampling, order.agent_names, joined or processes.starter.host_address),
     )
 
 
-def _listening(order: LaunchOrder, processes: Processes) -> Listening | None:
+def make_pool(
+    env: EnvConfig,
+    start_worker: Callable[[EnvironmentStart], Awaitable[Child]],
+    *,
+    start_timeout_s: float,
+    warn: Callable[[str], None],
+    listening: Listening | None,
+) -> EnvPool:
+    """Return a pool of workers for the environment ``env``, which are not started yet. ``start_worker`` starts one,
+    which may take ``start_timeout_s`` seconds. ``warn`` receives warnings for users, and ``listening`` opens the
+    endpoint for programs, if there is one."""
+    config = EnvPoolConfig(
+        num_workers=env.workers,
+        concurrency=env.episodes_at_once,
+        block_s=env.block_s,
+        start_timeout_s=start_timeout_s,
+        scored=bool(env.components),
+    )
+    return EnvPool(partial(start_worker, environment_start(env)), config, warn=warn, listening=listening)
+
+
+def endpoint_of(env: EnvConfig, sampling: Sampling, agents: frozenset[str], host: str) -> Listening | None:
     """Return the function that opens the endpoint at which programs reach their episodes; ``None`` for environments
-    without one. If programs may run on other machines, it listens at the address by which those reach this machine."""
-    if not order.env.has_endpoint:
+    without one. It listens at ``env.host``, or else at ``host``, the address by which the programs reach this machine.
+    ``agents`` are the names that programs may ask for."""
+    if not env.has_endpoint:
         return None
-    env, launch = order.env, order.launch
-    joined = host_and_port(launch.join)[0] if launch.join else ""
-    at = ListenAddress(
-        host=env.host or joined or processes.starter.host_address,
-        tls_certificate=env.tls_certificate,
-        tls_key=env.tls_key,
-    )
+    at = ListenAddress(host=env.host or host, tls_certificate=env.tls_certificate, tls_key=env.tls_key)
     listening = open_endpoint()
-    return lambda warn: listening(order.sampling, clock=RealClock(), warn=warn, agents=order.agent_names, at=at)
+    return lambda warn: listening(sampling, clock=RealClock(), warn=warn, agents=agents, at=at)
 
 
 def episode_limits(order: LaunchOrder) -> EpisodeLimits:

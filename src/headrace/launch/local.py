@@ -63,6 +63,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
     async with _launched(order) as processes, _open_to_others(order, processes.site) as join_server:
         processes.refuse_little_room()
         pool, envs = _scorers(processes), environment_pool(processes)
+        own_envs = envs if order.eval_tasks or not order.launch.rollouts else None  # shards have workers of their own
         engines, agents, teachers = processes.engines(), processes.agents(), processes.teachers()
         rollouts = processes.rollouts(engines)
         serving = [engines, *agents.values(), *teachers.values()]
@@ -75,7 +76,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
         if engines.fleet.commits_when_staged(order.sync.interrupt):
             learner_client.commit_when_staged = order.sync.interrupt
         vitals = _vitals(processes)
-        async with _watched(processes, supervised, pool, envs, join_server, vitals=vitals):
+        async with _watched(processes, supervised, pool, own_envs, join_server, vitals=vitals):
             parts = Components(
                 **_serving(order, engines, agents, pool, envs),
                 shards=rollouts,

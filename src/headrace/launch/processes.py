@@ -44,6 +44,7 @@ from headrace.launch.starts import (
     ResourceLimits,
     RolloutStart,
     ScorerStart,
+    ShardEnvironment,
     Start,
     StoreStart,
 )
@@ -137,6 +138,7 @@ class Processes:
             retries=order.env.retries,
             record_tokens=order.record_tokens,
             deadline_s=order.sync.longest_s(order.version_bytes),
+            environment=self._shard_environment() if order.env.remote else None,
         )
         self._forget_replaced()
 
@@ -145,6 +147,18 @@ class Processes:
             return RolloutClient(name, channel, token=self.site.token)
 
         return await self._start(name, start, 1, client)
+
+    def _shard_environment(self) -> ShardEnvironment:
+        """Return the environment of the run as a shard starts it."""
+        order = self.order
+        return ShardEnvironment(
+            env=order.env.model_dump(mode="json"),
+            model=order.model.path,
+            agents=tuple(sorted(order.agent_names)),
+            adapters=order.model.adapter_agents,
+            logs=str(self.site.logs),
+            start_timeout_s=order.launch.start_timeout_s,
+        )
 
     def _supervision(self, version: int = NOT_SAMPLED) -> SupervisionConfig:
         """Return the limits within which engines and rollout shards are supervised. ``version`` is that of the weights

@@ -172,6 +172,23 @@ class EnvironmentStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Whether the programs of its episodes run in user namespaces of their own."""
 
 
+class ShardEnvironment(msgspec.Struct, frozen=True, kw_only=True):
+    """The environment of a rollout shard that runs in workers, which the shard starts."""
+
+    env: dict[str, Any]
+    """The section ``[env]`` as JSON data."""
+    model: str
+    """The directory of the model, whose tokenizer renders messages."""
+    agents: tuple[str, ...]
+    """The names that an environment may call beside the policy; empty: any, and all of them are the policy."""
+    adapters: tuple[str, ...]
+    """Those of them that train an adapter of their own."""
+    logs: str
+    """The directory of the log files."""
+    start_timeout_s: float
+    """Seconds that a worker may take to start."""
+
+
 class RolloutStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The settings of a rollout shard, a process that runs episodes."""
 
@@ -189,6 +206,8 @@ class RolloutStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Number of tokens of each running turn that a crash may lose; 0: running turns are not recorded."""
     deadline_s: float
     """The longest wait for an answer of an engine that is no chunk, in seconds."""
+    environment: ShardEnvironment | None = None
+    """The environment whose workers the shard starts; ``None``: each episode is one answer to its prompt."""
 
 
 Start = EngineStart | LearnerStart | ScorerStart | EnvironmentStart | RolloutStart

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from headrace.base.errors import ConfigError
+from headrace.base.errors import ConfigError, HeadraceError
 from headrace.base.types.episode import EpisodeGraph
 from headrace.base.types.scored import paths
 from headrace.control.metrics.summary import Summary
 from headrace.run.session import evaluate, train
 from tests.rollout.environments.tasks import episodes, make_env_run
-from tests.run.session.runs import headrace, make_run, running
+from tests.run.session.runs import components, headrace, make_run, running
 
 WAYS = """
     import headrace
@@ -123,6 +125,33 @@ def test_two_turns_are_the_same_as_a_class_and_as_a_function_and_in_any_number_o
     assert same(of_class, of_function)
     assert [turn.author for turn in of_class[0].turns] == ["task", "policy", "user", "policy"]
     assert of_class[0].reward == pytest.approx(sum(turn.reward or 0.0 for turn in of_class[0].turns))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_turns_are_the_same_in_shards_also_if_one_is_killed_with_its_workers(
+    killed: bool, tmp_path: Path, model_dir: Path
+) -> None:
+    sections = {"flow": {**SYNCHRONOUS, "record_tokens": 2}, "run": {"dir": "run", "steps": 6, "checkpoint_every": 6}}
+    _, plain = trained(make_env_run(tmp_path / "plain", model_dir, TWICE, "Twice", **sections))
+    run_file = make_env_run(tmp_path / "shards", model_dir, TWICE, "Twice", launch={"rollouts": 2}, **sections)
+    run_dir = tmp_path / "shards" / "run"
+    with running("train", run_file) as life:
+        life.until_step(1)
+        if killed:
+            os.kill(components(run_dir)["rollout-1"], signal.SIGKILL)
+        said = life.rest(120.0) + "".join(life.lines)
+    assert life.process.returncode == 0, said
+    assert ("was killed by SIGKILL" in said) == killed
+    assert same(plain, episodes(run_dir, 12))
+
+
+def test_an_environment_that_cannot_be_imported_in_a_shard_ends_the_run_with_its_own_error(
+    tmp_path: Path, model_dir: Path
+) -> None:
+    broken = "raise ValueError('no such world')\nasync def twice(task, policy): ..."
+    run_file = make_env_run(tmp_path, model_dir, broken, "twice", launch={"rollouts": 1})
+    with pytest.raises(HeadraceError, match="no such world"):
+        train(run_file, overrides=["observe.view=none"])
 
 
 @pytest.mark.slow

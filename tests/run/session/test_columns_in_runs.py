@@ -72,6 +72,19 @@ def test_a_run_with_a_store_makes_the_weights_of_one_without(
     assert "flow.columns.keep = 'always'" in refused.value.remedy
 
 
+def test_a_run_with_shards_trains_what_the_engine_has_stored(tmp_path: Path, mixture: Path) -> None:
+    for name, rollouts in (("alone", 0), ("shards", 2)):
+        launch = {"engine_threads": 1, "learner_threads": 1, "rollouts": rollouts}
+        # else the rounding of the experts depends on which sequences share a step
+        run_file = make_run(tmp_path / name, mixture, **SETTINGS, launch=launch)
+        train(load_config(run_file, ["model.deterministic=true"]))
+    assert same_learner(last(tmp_path / "shards"), last(tmp_path / "alone"))
+    with closing(open_ledger(tmp_path / "shards/run")) as ledger:
+        assert ledger.conservation().holds
+        assert files_of([turn for episode in ledger.episodes(0) for turn in episode.turns]) == {"engine.000000"}
+    assert "agree bit for bit" in verb("ledger", tmp_path / "shards/run", "--replay")
+
+
 def killed_run(directory: Path, model: Path) -> Path:
     """A run whose controller is killed in its fourth step or later, and that has no snapshot."""
     run_file = make_run(directory, model, **SETTINGS)

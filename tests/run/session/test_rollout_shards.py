@@ -120,7 +120,14 @@ def test_a_run_whose_controller_is_killed_continues_with_another_number_of_shard
     ("sections", "words"),
     [
         ({"flow": {**FLOW, "pivots": {}}}, "launch.rollouts=2 with flow.pivots"),
-        ({"env": {"kind": "rollout", "entry": "reward.py:reward"}}, "env.kind='rollout' runs in workers"),
+        (
+            {"env": {"kind": "rollout", "entry": "reward.py:f", "agents": [{"name": "judge", "kind": "frozen"}]}},
+            "agent 'judge' of env.agents has an engine of its own",
+        ),
+        (
+            {"env": {"kind": "rollout", "entry": "reward.py:f"}, "launch": {"rollouts": 2, "join": "10.0.0.5:7781"}},
+            "with launch.join='10.0.0.5:7781'",
+        ),
         ({"env": {"reward": "", "rewards": [{"ref": "reward.py:reward", "by_turn": True}]}}, "env.rewards has by_turn"),
         ({"launch": {"rollouts": 2, "kind": "ray"}}, "where they cannot answer shards"),
     ],

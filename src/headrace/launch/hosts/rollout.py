@@ -4,7 +4,8 @@ reports the episodes to the controller when they have ended."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from headrace.base.clock import RealClock
 from headrace.base.heap import gc_frozen
@@ -24,10 +25,12 @@ from headrace.engine.fleet.router import EngineState
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
+from headrace.launch.hosts.shard_environment import ShardWorkers, workers_of
 from headrace.launch.hosts.worker import serve
 from headrace.launch.rollouts import REQUESTS_BITS
-from headrace.launch.starts import RolloutStart
+from headrace.launch.starts import RolloutStart, ShardEnvironment
 from headrace.rollout import EpisodeLimits, EpisodeRunner, Withdrawal
+from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import SingleTurn
 from headrace.rollout.siblings import OnEnded, SiblingRunner
 
@@ -41,19 +44,55 @@ def run_rollout(start: RolloutStart, channel: PartChannel) -> None:
 
 async def _serve(start: RolloutStart, channel: PartChannel) -> None:
     """Serve the orders of the controller and the answers of engines; this ends with the process."""
-    address = answers_address(channel.addresses)
-    shard = RolloutShard(start, channel, AnswerListener(address, Chunks))
+    try:
+        if start.environment is None:
+            await _run_shard(start, channel, None)
+            return
+        directory = Path(channel.addresses.orders.removeprefix("ipc://")).parent
+        noted = _noting(channel)
+        async with workers_of(start.environment, start.sampling, directory, noted) as workers:
+            await _run_shard(start, channel, workers)
+    except BaseExceptionGroup as group:
+        raise _first_of(group) from None
+
+
+async def _run_shard(start: RolloutStart, channel: PartChannel, workers: ShardWorkers | None) -> None:
+    """Run the episodes of a shard, in the environment of ``workers`` if there is one."""
+    answers = AnswerListener(answers_address(channel.addresses), Chunks)
+    shard = RolloutShard(start, channel, answers, workers)
     async with asyncio.TaskGroup() as tasks:
         tasks.create_task(shard.listen())
         await serve(channel, shard.handle)
 
 
+def _agents(environment: ShardEnvironment | None) -> Agents:
+    """Return the agents that may answer; none of them has an engine of its own."""
+    if environment is None:
+        return POLICY_ALONE
+    return Agents(known=frozenset(environment.agents), adapters=environment.adapters)
+
+
+def _noting(channel: PartChannel) -> Callable[[str], None]:
+    """Return a function that sends a note to the controller."""
+    return lambda text: channel.send(Noted(text=text))
+
+
+def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """Return the first error of a task, out of all groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error
+
+
 class RolloutShard:
     """The episodes of one shard, and the engines that they ask."""
 
-    def __init__(self, start: RolloutStart, channel: PartChannel, answers: AnswerListener) -> None:
+    def __init__(
+        self, start: RolloutStart, channel: PartChannel, answers: AnswerListener, workers: ShardWorkers | None
+    ) -> None:
         """Run episodes with the settings ``start``, report over ``channel``, and receive the chunks of engines at
-        ``answers``."""
+        ``answers``. ``workers`` have the environment; ``None``: each episode is one answer to its prompt."""
         self._channel, self._answers = channel, answers
         self._answers_address = answers_address(channel.addresses)
         self._deadline_s = start.deadline_s
@@ -69,12 +108,14 @@ class RolloutShard:
         )
         runner = EpisodeRunner(
             engine=self.fleet,
-            env=SingleTurn(),
+            env=SingleTurn() if workers is None else workers.pool,
             sampling=start.sampling,
             run_seed=start.run_seed,
             on_tokens=lambda _: None,
             on_part=self._turns.add,
-            note=lambda text: channel.send(Noted(text=text)),
+            note=_noting(channel),
+            agents=_agents(start.environment),
+            chat=None if workers is None else workers.chat,
             limits=EpisodeLimits(**start.limits),
             timeout_s=start.timeout_s,
             retries=start.retries,

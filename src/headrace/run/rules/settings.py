@@ -149,11 +149,21 @@ _EPISODES: Rules = (
 
 _SHARDS: Rules = (
     SettingsRule(
-        keys=("launch.rollouts", "env.kind"),
-        broken=lambda c: c.launch.rollouts > 0 and c.env.remote,
-        reason="launch.rollouts={launch.rollouts}, and env.kind={env.kind!r} runs in workers, which belong to the "
-        "controller",
-        remedy="leave launch.rollouts out, or set env.kind = 'single_turn'",
+        keys=("launch.rollouts", "env.agents"),
+        broken=lambda c: (
+            c.launch.rollouts > 0
+            and next(({"name": row.name} for row in c.env.agents if not isinstance(row, TrainedAgent)), False)
+        ),
+        reason="launch.rollouts={launch.rollouts}, and agent {name!r} of env.agents has an engine of its own, which "
+        "the controller alone asks",
+        remedy="leave launch.rollouts out, or train the agent",
+    ),
+    SettingsRule(
+        keys=("launch.rollouts", "launch.join", "env.kind"),
+        broken=lambda c: c.launch.rollouts > 0 and bool(c.launch.join),
+        reason="launch.rollouts={launch.rollouts} with launch.join={launch.join!r}: the workers that other machines "
+        "bring for env.kind={env.kind!r} belong to the controller, and each shard starts its own",
+        remedy="leave launch.rollouts or launch.join out",
     ),
     SettingsRule(
         keys=("launch.rollouts", "flow.pivots"),

@@ -1,0 +1,91 @@
+"""The environment of a rollout shard that runs in workers: the shard starts them as the controller starts its own."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from headrace.base.environ import run_token
+from headrace.base.errors import DeadlineError
+from headrace.base.types.sampling import Sampling
+from headrace.launch.channel import ControllerChannel
+from headrace.launch.child import Child, ProcessSpec, Rendezvous
+from headrace.launch.clients import EnvPeer, EnvPool
+from headrace.launch.environments import endpoint_of, make_pool
+from headrace.launch.local_process import LocalStarter
+from headrace.launch.starts import EnvironmentStart, ShardEnvironment
+from headrace.models import load_tokenizer
+from headrace.models.endings import stop_ids
+from headrace.rollout import Chat
+from headrace.rollout.environments import EnvConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardWorkers:
+    """The environment of a shard, with its workers."""
+
+    pool: EnvPool
+    """The pool of the workers."""
+    chat: Chat
+    """Renders and reads the messages of the model."""
+
+
+class _Workers:
+    """The processes of environment workers that a shard starts in the directory of the run's sockets."""
+
+    def __init__(self, site: Rendezvous) -> None:
+        """Start them at ``site``."""
+        self._site = site
+        self._starter = LocalStarter()
+        self._numbers = itertools.count()
+
+    async def start(self, start: EnvironmentStart) -> Child:
+        """Start a worker with the settings ``start``."""
+        # a later process of this shard must not use the sockets of workers that are about to end
+        name = f"environment-{os.getpid()}-{next(self._numbers)}"
+
+        def peer(channel: ControllerChannel) -> EnvPeer:
+            """Return the peer of the worker."""
+            return EnvPeer(name, channel, token=self._site.token, on_spans=self._site.on_spans)
+
+        spec = ProcessSpec(name=name, start=start, num_threads=1, make_peer=peer)
+        return await Child.start(self._site, spec, self._starter)
+
+
+@asynccontextmanager
+async def workers_of(
+    start: ShardEnvironment, sampling: Sampling, directory: Path, warn: Callable[[str], None]
+) -> AsyncIterator[ShardWorkers]:
+    """Start the workers that ``start`` describes, with their sockets in ``directory``, and yield them when they are
+    ready. They end with this process. ``sampling`` are the parameters of training, and ``warn`` receives warnings.
+
+    Raises the error of a worker that cannot start, and :class:`~headrace.base.errors.DeadlineError`.
+    """
+    env = EnvConfig.model_validate(start.env)
+    tokenizer = load_tokenizer(start.model)
+    endings = stop_ids(start.model, tokenizer.eos_token_id)
+    site = Rendezvous(directory=directory, logs=Path(start.logs), token=run_token(), on_spans=lambda _: None)
+    pool = make_pool(
+        env,
+        _Workers(site).start,
+        start_timeout_s=start.start_timeout_s,
+        warn=warn,
+        listening=endpoint_of(env, sampling, frozenset(start.agents), LocalStarter.host_address),
+    )
+    async with asyncio.TaskGroup() as group:
+        keeping = group.create_task(pool.keep())
+        try:
+            async with asyncio.timeout(start.start_timeout_s):
+                await pool.started()
+        except TimeoutError:
+            raise DeadlineError(
+                f"the environment workers did not start within {start.start_timeout_s:g} s",
+                remedy="look at their logs in the run directory; raise launch.start_timeout_s",
+            ) from None
+        yield ShardWorkers(pool=pool, chat=Chat.of(tokenizer, endings, env.tool_parser))
+        keeping.cancel()
