@@ -183,7 +183,7 @@ class TinkerService:
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
         if known is None and held >= self._config.max_models:
             raise Refusal(
-                f"this server already holds {held} models, its maximum",
+                f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
         self._take_base(self._base(spec["base"]), model, status=400)
