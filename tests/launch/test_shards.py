@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,14 @@ from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import Shutdown
 from headrace.base.types.messages.controller import Chunks, EngineStats, Ready
 from headrace.base.types.messages.engine import GenerateRequest
-from headrace.base.types.messages.rollout import StartEpisodes, WithdrawEpisode
+from headrace.base.types.messages.rollout import EnginesSeen, StartEpisodes, WithdrawEpisode
 from headrace.base.types.observation import Recovery
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
 from headrace.engine.fleet import Fleet
-from headrace.launch.channel import ChannelAddresses, ControllerChannel, PartChannel
+from headrace.launch import channel as channels
+from headrace.launch.channel import AnswerListener, ChannelAddresses, ControllerChannel, PartChannel
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.rollout import RolloutClient
@@ -380,6 +382,51 @@ def test_an_episode_that_has_ended_cannot_be_withdrawn_any_more() -> None:
     asyncio.run(body())
     assert [each.status for each in reports.sent[0].episodes] == [EpisodeStatus.FAILED]
     assert not shard._running
+
+
+def test_a_process_that_reads_nothing_holds_no_engine_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channels, "MAX_QUEUED", 10)
+
+    async def body() -> None:
+        line = ControllerChannel(tmp_path, "engine", controller.Message)
+        part = PartChannel(line.addresses, engine.Message)
+        reader = f"ipc://{tmp_path}/reader"
+        for number in range(100):  # nobody listens there yet
+            part.answer(reader, Chunks(chunks=(chunk(number),), stats=EngineStats(), spans=()))
+        listener = AnswerListener(reader, Chunks)
+        read: list[int] = []
+        while len(read) < 100:
+            read += [message.chunks[0].request_id for message in await listener.receive()]
+        assert read == list(range(100))
+        listener.close()
+        part.close()
+        line.close()
+
+    asyncio.run(asyncio.wait_for(body(), 60.0))
+
+
+def test_shards_do_not_all_begin_with_the_same_engine() -> None:
+    told: dict[str, list[str]] = {}
+
+    class Told:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def send(self, message: EnginesSeen) -> None:
+            told.setdefault(self.name, []).extend(each.name for each in message.engines)
+
+    async def body() -> None:
+        config = SupervisionConfig(restarts=0, start_timeout_s=1.0, silence_s=1.0)
+        clients = dict.fromkeys("abcd", SimpleNamespace(orders_address="x"))
+        fleet = Fleet(RealClock(), size=4)
+        shards = RolloutShards(None, shard_names(2), config, RealClock(), fleet=fleet, client=clients.__getitem__)  # type: ignore[arg-type]
+        shards._ready = {name: Told(name) for name in shards.names}  # type: ignore[misc]
+        for name in "abcd":
+            fleet.join(name, SimpleNamespace(stats=EngineStats), version=0)  # type: ignore[arg-type]
+        await asyncio.sleep(0)
+
+    asyncio.run(body())
+    assert told == {"rollout-0": list("abcd"), "rollout-1": list("cdab")}
 
 
 def test_chunks_go_to_the_process_that_asked_and_to_no_other() -> None:

@@ -182,7 +182,7 @@ class ShardEnvironment(msgspec.Struct, frozen=True, kw_only=True):
     agents: tuple[str, ...]
     """The names that an environment may call beside the policy; empty: any, and all of them are the policy."""
     adapters: tuple[str, ...]
-    """Those of them that train an adapter of their own."""
+    """The agents among ``agents`` that train an adapter of their own."""
     logs: str
     """The directory of the log files."""
     start_timeout_s: float

@@ -7,37 +7,16 @@ import json
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
+from tests.run.session.killed_runs import FLOW, LONG, SLOW_REWARD, ended
 from tests.run.session.runs import Running, components, first_words, make_run, running, shared_buffers, verb
 from tests.run.session.serial import SerialLoop, same_learner
 
-SLOW_REWARD = """
-    import time
-
-    def reward(completion):
-        time.sleep(0.03)
-        return sum(character in "01234" for character in completion) / 4
-"""
-LONG = {"max_new_tokens": 20, "max_sequences": 16, "flush_tokens": 4}
-FLOW = {"groups_per_step": 2, "group_size": 4}
-
 pytestmark = pytest.mark.timeout(300)
-
-
-def ended(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The summary of a run that has come to its end and has lost nothing."""
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["versions"]) == ("finished", steps, [0, steps])
-    groups, episodes, tokens = (summary["ledger"][unit] for unit in ("groups", "episodes", "tokens"))
-    assert groups == {"submitted": 2 * steps, "trained": 2 * steps, "dropped": {}, "in_flight": 0}
-    assert episodes == {"submitted": 8 * steps, "trained": 8 * steps, "dropped": {}, "in_flight": 0}
-    assert (tokens["submitted"], tokens["in_flight"]) == (tokens["trained"], 0)
-    return summary
 
 
 def kill(life: Running, run_dir: Path, role: str, *, after: int) -> int:

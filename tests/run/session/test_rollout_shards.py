@@ -13,43 +13,22 @@ import pytest
 
 from headrace.base.errors import ConfigError
 from headrace.run.session import load_config, train
+from tests.run.session.killed_runs import FLOW, LONG, SLOW_REWARD, ended
 from tests.run.session.runs import components, first_words, make_run, running, verb
 from tests.run.session.serial import SerialLoop, same_learner
-
-SLOW_REWARD = """
-    import time
-
-    def reward(completion):
-        time.sleep(0.03)
-        return sum(character in "01234" for character in completion) / 4
-"""
-LONG = {"max_new_tokens": 20, "max_sequences": 16, "flush_tokens": 4}
-FLOW = {"groups_per_step": 2, "group_size": 4}
 
 pytestmark = pytest.mark.timeout(300)
 
 
-def ended(run_dir: Path, steps: int) -> dict[str, Any]:
-    """The summary of a run that has come to its end and has lost nothing."""
-    summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["steps"], summary["versions"][1]) == ("finished", steps, steps)
-    groups, episodes, tokens = (summary["ledger"][unit] for unit in ("groups", "episodes", "tokens"))
-    assert groups == {"submitted": 2 * steps, "trained": 2 * steps, "dropped": {}, "in_flight": 0}
-    assert episodes == {"submitted": 8 * steps, "trained": 8 * steps, "dropped": {}, "in_flight": 0}
-    assert (tokens["submitted"], tokens["in_flight"]) == (tokens["trained"], 0)
-    return summary
-
-
-@pytest.mark.parametrize(("rollouts", "engines", "first"), [(1, 1, None), (2, 2, None)])
+@pytest.mark.parametrize(("rollouts", "engines"), [(1, 1), (2, 2)])
 def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
-    rollouts: int, engines: int, first: int | None, tmp_path: Path, model_dir: Path
+    rollouts: int, engines: int, tmp_path: Path, model_dir: Path
 ) -> None:
-    flow = {**FLOW, "max_age": 0, **({} if first is None else {"first": 4, "min_episodes": first})}
     run_file = make_run(
         tmp_path,
         model_dir,
         engine={**LONG, "count": engines},
-        flow=flow,
+        flow={**FLOW, "max_age": 0},
         launch={"rollouts": rollouts, "engine_threads": engines, "learner_threads": 1},
         run={"dir": "run", "steps": 4, "checkpoint_every": 4},
     )
@@ -60,6 +39,24 @@ def test_a_run_is_bit_for_bit_the_same_with_any_number_of_shards(
     if engines == 1:
         with pytest.raises(ConfigError, match=r"and the order in which its engine got the messages of several"):
             train(run_file, overrides=[f"run.dir={tmp_path / 'again'}"], replay=tmp_path / "run")
+
+
+def test_episodes_that_are_not_needed_any_more_are_withdrawn_from_shards(tmp_path: Path, model_dir: Path) -> None:
+    """All answers are equally long, so that many end while others of their group are withdrawn."""
+    run_file = make_run(
+        tmp_path,
+        model_dir,
+        engine={**LONG, "count": 2},
+        flow=FLOW,
+        launch={"rollouts": 2, "engine_threads": 2, "learner_threads": 1},
+        run={"dir": "run", "steps": 12},
+    )
+    verb("train", run_file, "--set", 'flow.filters=[{kind="redundancy", keep=2}]')
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["recoveries"]) == ("finished", 12, [])
+    episodes = summary["ledger"]["episodes"]
+    assert (episodes["trained"], episodes["in_flight"]) == (48, 0)
+    assert episodes["submitted"] == 48 + sum(episodes["dropped"].values())
 
 
 @pytest.mark.parametrize(("role", "rollouts"), [("rollout-0", 1), ("rollout-1", 2), ("engine-1", 2)])
@@ -111,7 +108,7 @@ def test_a_run_whose_controller_is_killed_continues_with_another_number_of_shard
         life.until_step(3)
         life.process.kill()
     verb("train", run_file, "--resume", "--set", "launch.rollouts=1")
-    assert not ended(run_dir, 6)["recoveries"]
+    assert not ended(run_dir, 6, resumed=True)["recoveries"]
     SerialLoop(load_config(run_file, ["engine.flush_tokens=64"]), tmp_path / "buffer").train(tmp_path / "serial")
     assert same_learner(run_dir / "checkpoints" / "step-000006", tmp_path / "serial")
 

@@ -93,8 +93,8 @@ class Fleet:
 
     def follow(self, on_member: Callable[[str], None]) -> None:
         """Call ``on_member`` from now on with the name of an engine whenever it has joined, has left, or has changed
-        in a way that matters to the choice of an engine (:meth:`seen`). What is told mirrors this fleet elsewhere, from
-        where the engines get requests, too."""
+        in a way that matters to the choice of an engine (:meth:`seen`). The caller keeps copies of this fleet in other
+        processes, which send requests to the engines, too."""
         self._on_member, self._mirrored = on_member, True
 
     def seen(self, name: str) -> tuple[EngineState, int, bool] | None:

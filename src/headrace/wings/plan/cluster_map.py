@@ -51,7 +51,7 @@ class ClusterMap:
     publication_s: float
     """Seconds from an update until all engines use its weights."""
     publication: PublicationEstimate | None
-    """The same, phase by phase; ``None`` for measured costs."""
+    """The phases of that time; ``None`` if the costs were measured, since they have no phases."""
     misfits: tuple[str, ...]
     """Sentences about parts that need more memory than their accelerators have."""
 

@@ -14,13 +14,9 @@ from headrace.wings.bench.gpu.base import GpuStageOutcome
 from headrace.wings.plan.card import FORMAT, CardRates
 
 SLOWER = 0.95
-"""A figure of less than this share of the former one is told as slower."""
+"""A figure of less than this share of the former one is reported as slower."""
 _LESS_IS_BETTER = ("overhead_s", "gap_s")
-_RATES = {
-    "copy_device_gb_s": "copy_device_gb_s", "product_bfloat16_tflops": "product_bfloat16_tflops",
-    "decode_share": "decode_share", "train_share": "train_share", "overhead_s": "overhead_s",
-    "sync_gb_s": "sync_gb_s",
-}  # fmt: skip
+_RATES = tuple(name for name in CardRates.__struct_fields__ if name != "card")
 """The figures that the planner reads."""
 
 
@@ -44,7 +40,7 @@ class GpuFile(msgspec.Struct, frozen=True, kw_only=True):
 def rates_of(card: str, outcomes: Sequence[GpuStageOutcome]) -> CardRates:
     """Return what the planner needs, as far as the stages so far have measured it."""
     figures = figures_of(outcomes)
-    return CardRates(card=card, **{name: figures.get(key) for name, key in _RATES.items()})
+    return CardRates(card=card, **{name: figures.get(name) for name in _RATES})
 
 
 def figures_of(outcomes: Sequence[GpuStageOutcome]) -> dict[str, float]:

@@ -13,11 +13,11 @@ from headrace.wings.bench.gpu.shapes import SMALL, write_model
 from headrace.wings.bench.learner_worker import memory_bytes
 
 GROWTH = 1.02
-"""The device's memory at the end by that after a third of the rounds, at most."""
+"""The largest ratio of the device's memory at the end to its memory after a third of the rounds."""
 HOST_GROWTH = 1.10
-"""The same for the host's memory, in which the heap of Python moves."""
+"""The largest such ratio of the host's memory. It is larger, since the heap of Python grows and shrinks."""
 LEAST = 6
-"""Rounds that are made whatever the time."""
+"""The smallest number of rounds, however long they take."""
 
 
 def run(stage: StageContext) -> None:
