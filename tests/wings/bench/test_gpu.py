@@ -169,11 +169,23 @@ def test_options_that_cannot_work_are_refused(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_machine_without_a_gpu_is_refused_and_told_of_the_trial(tmp_path: Path) -> None:
+def test_a_machine_without_a_gpu_is_refused_and_told_of_the_trial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(refusals, "MODELS_BYTES", 1 << 60)  # more than any disk has: the GPU is what is named first
     with pytest.raises(ConfigError) as refused:
         run_benchmark("gpu", out=str(tmp_path / "figures.json"))
     assert "--pretend" in refused.value.remedy
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_folders_without_room_for_the_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "MODELS_BYTES", 0)
+    assert refusals.folder_of_models() == refusals.shared_memory_root()
+    monkeypatch.setattr(refusals, "MODELS_BYTES", 1 << 60)
+    with pytest.raises(ConfigError, match="the random models of all stages take") as refused:
+        refusals.folder_of_models()
+    assert "TMPDIR" in refused.value.remedy
 
 
 def test_other_benchmarks_refuse_the_options_of_this_one() -> None:

@@ -56,15 +56,12 @@ def measure(
     path = Path(out or f"gpu-{made}.json")
     refuse_options(budget=budget, vllm=vllm, out=path)
     before = read_file(Path(compare)) if compare else None
+    card = "claimed" if pretend else _usable_card(names)
     folder = Path(tempfile.gettempdir()) if pretend else folder_of_models()
     with tempfile.TemporaryDirectory(prefix="headrace-bench-", dir=folder) as scratch:
         plan = StagesPlan(names=names, budget_s=budget, directory=Path(scratch), pretend=pretend, vllm=vllm)
         if pretend:
-            card, plan = "claimed", _on_claimed_device(plan, Path(scratch))
-        else:
-            found = ask_card()
-            refuse_card(found, names)
-            card = found.name
+            plan = _on_claimed_device(plan, Path(scratch))
 
         def flush(outcomes: Sequence[GpuStageOutcome]) -> None:
             """Write the file with the outcomes so far."""
@@ -78,6 +75,14 @@ def measure(
         outcomes = run_stages(plan, clock, flush, on_progress)
     on_progress(f"all figures are in {path}")
     return _report(outcomes, before)
+
+
+def _usable_card(stages: Sequence[str]) -> str:
+    """Return the name of this machine's GPU. Raises :class:`~headrace.base.errors.ConfigError` where it has none with
+    which the ``stages`` can run."""
+    card = ask_card()
+    refuse_card(card, stages)
+    return card.name
 
 
 def _on_claimed_device(plan: StagesPlan, scratch: Path) -> StagesPlan:
