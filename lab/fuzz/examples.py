@@ -79,6 +79,8 @@ def _plain(kind: Any, rng: random.Random) -> Any:
         return rng.random() < 0.5
     if kind is bytes:
         return rng.randbytes(rng.randrange(9))
+    if kind is memoryview:
+        return memoryview(rng.randbytes(rng.randrange(9)))
     if kind is int:
         return rng.choice((0, 1, 7, 2**31 - 1))
     if kind is float:

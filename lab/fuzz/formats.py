@@ -24,12 +24,12 @@ from headrace.base.types.messages import controller, engine, environment, learne
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Move, Operation, Submit
-from headrace.flow.ledger.bundles import decode_entry, encode_bundle
+from headrace.flow.ledger.bundles import GroupBundle, decode_entry, encode_bundle, encode_group
 from headrace.flow.ledger.redis import RollBack, encode_operation, replay
 from headrace.flow.ledger.sqlite import IN_MEMORY, SqliteLedger
 from headrace.flow.ledger.turns import decode_token_results, decode_turns, encode_token_results, encode_turns
 from headrace.wings.bridges.atropos import Answers, read_batch
-from lab.fuzz.change import changed_json, changed_msgpack
+from lab.fuzz.change import changed, changed_json, changed_msgpack
 from lab.fuzz.examples import example
 from lab.fuzz.weights import weight_formats
 
@@ -78,6 +78,7 @@ def formats(scratch: Path) -> list[Format]:
         _operations(rng),
         _turns(rng),
         _bundles(rng),
+        _groups(rng),
         _learned(rng),
         _batches(),
         *(Format(name=name, share=share, seeds=seeds, change=change, read=read)
@@ -169,7 +170,23 @@ def _bundles(rng: random.Random) -> Format:
 
     seeds = [encode_bundle(some())[0] for _ in range(4 * EXAMPLES)]
     read = refuses(msgspec.MsgspecError)(partial(decode_entry, entry=1))
-    return Format(name="episodes in a bundle", share=0.03, seeds=seeds, change=changed_msgpack, read=read)
+    return Format(name="episodes in a bundle", share=0.01, seeds=seeds, change=changed_msgpack, read=read)
+
+
+def _groups(rng: random.Random) -> Format:
+    def some() -> list[EpisodeGraph]:
+        return [EpisodeGraph(key=EpisodeKey(0, place), turns=sound(Turn, rng, 2)) for place in range(2)]
+
+    seeds = [encode_group(some()) for _ in range(4 * EXAMPLES)]
+
+    def parse(data: bytes) -> None:
+        bundle = GroupBundle(memoryview(data))
+        for entry in range(2):
+            bundle.plain_tokens(entry)
+            bundle.turns(entry)
+
+    read = refuses(msgspec.MsgspecError, IndexError)(parse)
+    return Format(name="episodes of a group", share=0.02, seeds=seeds, change=changed, read=read)
 
 
 def _learned(rng: random.Random) -> Format:

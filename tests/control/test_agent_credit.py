@@ -20,8 +20,8 @@ from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import FROZEN
 from headrace.control.credit import credit
 from headrace.control.groups import have_signal
-from headrace.control.loops.feeding import collate
 from headrace.flow.filters import KEEP, FilterContext, ZeroVariance
+from headrace.flow.layout import collate
 from headrace.rollout.agents import FROZEN_AGENT
 
 MEAN_ONLY = AlgoConfig(advantage={"kind": "grpo", "std": "none"})

@@ -19,7 +19,7 @@ from headrace.base.types.episode import Branch, EpisodeGraph, EpisodeKey, Episod
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import Tokens
 from headrace.control.credit import credit
-from headrace.control.loops.feeding import collate
+from headrace.flow.layout import collate
 from headrace.flow.pivots import outcomes_of
 
 

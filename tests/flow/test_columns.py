@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,3 +140,18 @@ def test_columns_in_memory_name_no_file(tmp_path: Path) -> None:
 def test_settings_of_the_store_that_cannot_work_are_refused(tree: dict[str, object]) -> None:
     with pytest.raises((ConfigError, ValueError), match="columns"):
         FlowConfig.model_validate({"columns": tree})
+
+
+def test_ready_groups_are_left_to_their_own_life_and_results_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("e.000000", "e.000001", "ready.000000", "learned.000000", "learned.000001"):
+        (tmp_path / name).write_bytes(b"columns")
+    files = ColumnFiles(tmp_path, PRUNING)
+    files.resumed([])
+    assert prune(files, 9) == ["e.000000"]
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_ino))
+    files.sync()
+    kept = ["e.000001", "learned.000000", "learned.000001"]
+    assert sorted(synced) == sorted((tmp_path / name).stat().st_ino for name in kept)

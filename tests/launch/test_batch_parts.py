@@ -1,4 +1,4 @@
-"""A batch travels to the learner in parts of bounded size, and arrives as it was."""
+"""Orders and answers of any size travel in parts of bounded size, and arrive as they were."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import asyncio
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -17,15 +17,19 @@ import torch
 from headrace.base.errors import RunError
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages import controller
+from headrace.base.types.messages import parts as parts_module
 from headrace.base.types.messages.codec import MessageCodec
-from headrace.base.types.messages.learner import BatchPart, Logprobs, Message, Train
+from headrace.base.types.messages.controller import LogprobsReply, StepReport, Trained
+from headrace.base.types.messages.learner import Logprobs, Message, Train
+from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.launch.channel import ControllerChannel, PartChannel
 from headrace.launch.clients import LearnerClient
-from headrace.launch.clients import learner as client_module
 from headrace.launch.hosts.learner import OrderStream
 from headrace.learner.parallel.mesh import SingleRank
+from tests.flow.outlines import outline_with
 
 CODEC = MessageCodec(Message)
 
@@ -66,44 +70,35 @@ def batch_of(seed: int, *, num_samples: int = 40, heavy: bool = True) -> Batch:
     )
 
 
-def as_bytes(batch: Batch) -> bytes:
-    return CODEC.encode(BatchPart(call=0, batch=batch))
+def as_bytes(message: Any) -> bytes:
+    return CODEC.encode(message)
 
 
-@pytest.mark.parametrize("heavy", [True, False])
-@pytest.mark.parametrize("seed", range(4))
-def test_parts_of_a_batch_are_small_and_together_the_batch(seed: int, heavy: bool) -> None:
-    batch = batch_of(seed, heavy=heavy)
-    for max_bytes in (1, 2000, 8000, 10**9):
-        parts = batch.divide(max_bytes)
-        assert as_bytes(Batch.join(parts)) == as_bytes(batch)
-        frame = len(as_bytes(batch_of(0, num_samples=0, heavy=heavy))) + 200  # names and headers
-        for part in parts:
-            assert len(part.lengths_S) == 1 or len(as_bytes(part)) <= max_bytes + frame
-            assert part.ids_N.base is not None or len(parts) == 1, "a part is a copy"
-        for one, other in pairwise(parts):
-            assert len(as_bytes(one)) + len(as_bytes(other.divide(1)[0])) > max_bytes, "one more sample fits"
-    assert len(batch.divide(1)) == len(batch.lengths_S)
-    assert len(batch.divide(8000)) >= 2
-    assert len(batch.divide(10**9)) == 1
-
-
-def test_a_batch_without_samples_is_one_part() -> None:
-    empty = batch_of(0, num_samples=0, heavy=False)
-    assert [part.num_tokens for part in empty.divide(100)] == [0]
+@pytest.mark.parametrize("part_bytes", [1000, 7919, 10**9])
+def test_a_message_is_put_together_from_parts_of_bounded_size(monkeypatch: pytest.MonkeyPatch, part_bytes: int) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", part_bytes)
+    collector = PartCollector(Train | Logprobs)
+    for call, order in enumerate((Logprobs(call=0, batch=batch_of(1)), Train(call=1, outline=outline_with(2)))):
+        *parts, last = [CODEC.decode(CODEC.encode(part)) for part in divided(order, call)]
+        assert [collector.add(part) for part in parts] == [None] * len(parts)
+        assert as_bytes(collector.add(last)) == as_bytes(order)
+        assert max(len(CODEC.encode(part)) for part in [*parts, last]) < part_bytes + 100
+        assert len(parts) == (len(as_bytes(order)) - 1) // part_bytes
 
 
 class Ends:
-    """Both ends of a learner's channel, and the sizes of what is sent."""
+    """Both ends of a learner's channel."""
 
     def __init__(self, directory: Path) -> None:
         self.ours = ControllerChannel(directory, "learner", controller.Message)
         self.theirs = PartChannel(self.ours.addresses, Message)
         self.client = LearnerClient("learner", self.ours, token="t", on_spans=lambda _: None, deadline_s=1.0)
-        self.orders = OrderStream(self.theirs, SingleRank(torch.device("cpu"))).receive()
+        self.stream = OrderStream(self.theirs, SingleRank(torch.device("cpu")))
+        self.orders = self.stream.receive()
 
-    async def ordered(self, batch: Batch, *, train: bool) -> object:
-        call = asyncio.ensure_future(self.client.train(batch) if train else self.client.logprobs(batch))
+    async def ordered(self, of: Batch | BatchOutline) -> object:
+        """The order that the learner gets."""
+        call = asyncio.ensure_future(self.client.logprobs(of) if isinstance(of, Batch) else self.client.step(of))
         await asyncio.sleep(0)
         order = await asyncio.to_thread(next, self.orders)
         call.cancel()
@@ -122,9 +117,8 @@ async def both_ends() -> AsyncIterator[Ends]:
             ends.client.close()
 
 
-@pytest.mark.parametrize("train", [True, False])
-def test_learner_gets_the_whole_batch_of_an_order(monkeypatch: pytest.MonkeyPatch, train: bool) -> None:
-    monkeypatch.setattr(client_module, "PART_BYTES", 5000)
+def test_learner_gets_whole_orders_and_no_message_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 5000)
     sizes: list[int] = []
 
     async def order_three() -> None:
@@ -137,26 +131,61 @@ def test_learner_gets_the_whole_batch_of_an_order(monkeypatch: pytest.MonkeyPatc
 
             monkeypatch.setattr(ends.ours, "send", measured)
             for seed in range(3):  # one after the other over the same channel
-                batch = batch_of(seed, num_samples=100)
-                order = await ends.ordered(batch, train=train)
-                assert isinstance(order, Train if train else Logprobs)
-                assert as_bytes(order.batch) == as_bytes(batch)
+                batch, outline = batch_of(seed, num_samples=100), outline_with(seed)
+                for of in (batch, outline):
+                    order = await ends.ordered(of)
+                    assert isinstance(order, Train | Logprobs)
+                    assert as_bytes(order.batch if isinstance(order, Logprobs) else order.outline) == as_bytes(of)
 
     asyncio.run(order_three())
     assert len(sizes) > 30
-    assert max(sizes) < 9000 < len(as_bytes(batch_of(2, num_samples=100)))
+    assert max(sizes) < 5100 < len(as_bytes(batch_of(2, num_samples=100)))
 
 
-def test_a_batch_that_lacks_a_part_is_not_trained() -> None:
-    *parts, last = batch_of(0).divide(3000)
-    words = rf"step 0 should come in {len(parts)} parts and a rest, but {len(parts) - 1}"
+def test_controller_gets_whole_answers_and_no_message_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 5000)
+    column = np.arange(20_000, dtype=np.float32)
+    report = StepReport(
+        step=0, metrics={}, trained_tokens=1, dropped_tokens={}, log_pi_N=column, seconds=0.0, ages={1: 2}
+    )
+
+    async def answer() -> None:
+        async with both_ends() as ends:
+            ends.client.ready.set_result(controller.Ready(token="t", pid=1, facts={}))
+            listening = asyncio.ensure_future(ends.client.listen())
+            stepping = asyncio.ensure_future(ends.client.step(outline_with(0)))
+            computing = asyncio.ensure_future(ends.client.logprobs(batch_of(0)))
+            await asyncio.sleep(0)
+            first, second = [await asyncio.to_thread(next, ends.orders) for _ in range(2)]
+            assert isinstance(first, Train)
+            assert isinstance(second, Logprobs)
+            ends.stream.answer_divided(Trained(call=first.call, report=report))
+            ends.stream.answer_divided(LogprobsReply(call=second.call, logprobs_N=column))
+            assert as_bytes(await stepping) == as_bytes(report)
+            np.testing.assert_array_equal(await computing, column)
+            listening.cancel()
+
+    asyncio.run(answer())
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_an_order_that_lacks_a_part_is_not_carried_out(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    monkeypatch.setattr(parts_module, "PART_BYTES", 3000)
+    parts = list(divided(Logprobs(call=7, batch=batch_of(0)), 7))
+    number = missing + 1
+    words = rf"part {number + 1} of {len(parts)} of order 7 came after {missing} parts"
 
     async def order() -> None:
         async with both_ends() as ends:
-            for part in parts[1:]:
-                ends.ours.send(BatchPart(call=7, batch=part))
-            ends.ours.send(Train(call=7, batch=last, num_parts=len(parts)))
+            for part in parts[:missing] + parts[number:]:
+                ends.ours.send(part)
             with pytest.raises(RunError, match=words):
                 await asyncio.to_thread(next, ends.orders)
 
     asyncio.run(order())
+
+
+def test_parts_that_are_no_message_are_named() -> None:
+    part = MessagePart(of=3, number=0, num_parts=1, data=memoryview(b"\xc1"))
+    with pytest.raises(RunError, match="the parts of order 3 are not a message"):
+        PartCollector(Train | Logprobs).add(part)

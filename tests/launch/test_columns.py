@@ -16,11 +16,21 @@ from headrace.base.errors import ComponentDied, RunError, SequenceFailed, StoreE
 from headrace.base.store import COLUMNS, ColumnStore
 from headrace.base.types.batch import Batch
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, StopReason, TokenChunk, Turn
-from headrace.base.types.messages.controller import EngineStats, Failure, ScoresReply, StepReport
+from headrace.base.types.group import GroupState
+from headrace.base.types.messages.controller import Divided, EngineStats, Failure, ScoresReply, StepReport, Trained
 from headrace.base.types.messages.engine import ScoreTokens
 from headrace.base.types.messages.learner import Logprobs, Train
+from headrace.base.types.messages.parts import PartCollector
+from headrace.base.types.outline import BatchOutline
+from headrace.base.types.scored import TokenResults
 from headrace.base.types.tokens import Tokens
-from headrace.launch.hosts.batches import read
+from headrace.flow.layout import LaidOutBatch, inline, lay_out, outline_of
+from headrace.flow.ledger import SqliteLedger
+from headrace.flow.ledger.base import EndStep, Move, Submit
+from headrace.flow.ledger.browse import Browser
+from headrace.flow.ready import ReadyColumns
+from headrace.launch.hosts import batches
+from headrace.launch.hosts.batches import ResultsStore, read, read_outline
 from headrace.launch.hosts.columns import EngineColumns
 from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
 from headrace.launch.hosts.learner import LearnerHost, OrderStream
@@ -28,6 +38,8 @@ from headrace.launch.lending import OwnCores
 from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import Ranks, SingleRank
 from headrace.wings.view.columns import with_columns
+from tests.base.test_store import flip
+from tests.flow.outlines import credit_of, groups_with
 from tests.launch.test_batch_parts import as_bytes, batch_of, both_ends
 
 ALONE = SingleRank(torch.device("cpu"))
@@ -62,18 +74,16 @@ def report(step: int) -> StepReport:
     )
 
 
-def test_the_learner_trains_the_batch_that_the_engines_recorded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("headrace.launch.clients.learner.PART_BYTES", 4000)
+def test_the_learner_reads_the_batch_that_the_engines_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("headrace.base.types.messages.parts.PART_BYTES", 4000)
 
     async def order() -> None:
         async with both_ends() as ends:
             for seed in range(3):
                 batch = batch_of(seed, num_samples=100)
                 sent = stored(batch, tmp_path)
-                found = await ends.ordered(sent, train=True)
-                assert isinstance(found, Train)
+                found = await ends.ordered(sent)
+                assert isinstance(found, Logprobs)
                 got = read(found.batch, StoreStart(directory=str(tmp_path)), ALONE)
                 assert as_bytes(got.batch) == as_bytes(batch)
                 assert not got.told(report(seed)).problems
@@ -218,7 +228,7 @@ class Sent:
 
     def train(self, batch: Batch) -> StepReport:
         self.computed.append(batch)
-        return report(batch.step)
+        return msgspec.structs.replace(report(batch.step), log_pi_N=np.zeros(batch.num_tokens, np.float32))
 
     def logprobs(self, batch: Batch) -> np.ndarray:
         self.computed.append(batch)
@@ -269,16 +279,142 @@ def test_a_learner_reads_its_batch_and_answers_what_was_lost(tmp_path: Path) -> 
     lying = stored(batch, tmp_path)
     orders = OrderStream(sent, ALONE, StoreStart(directory=str(tmp_path)))  # type: ignore[arg-type]
     host = LearnerHost(sent, None, orders, None, OwnCores())  # type: ignore[arg-type]
-    host._handle(Train(call=1, batch=lying))
     host._handle(Logprobs(call=2, batch=lying))
-    assert [as_bytes(each) for each in sent.computed] == [as_bytes(batch)] * 2
-    assert sent.messages[0].report == report(0)
+    assert [as_bytes(each) for each in sent.computed] == [as_bytes(batch)]
     (tmp_path / "engine-0.000001").unlink()
-    host._handle(Train(call=3, batch=lying))
-    assert sent.messages[2].report.dropped_tokens["columns_lost"] > 0
-    assert sent.computed[2].num_loss_tokens < batch.num_loss_tokens
     with pytest.raises(StoreError, match=r"engine-0\.000001"):
         host._handle(Logprobs(call=4, batch=lying))
+
+
+def outline_in(directory: Path, seed: int = 0) -> tuple[BatchOutline, LaidOutBatch]:
+    """The outline of a batch whose groups lie in files of their own, with kept-sets and experts in others; and the
+    batch as it is without a store."""
+    groups, engines = groups_with(seed, longest=200), ColumnStore(directory, "engine-0", file_bytes=20_000)
+    credits = credit_of(groups, seed)
+    plain = lay_out(outline_of(seed, groups, credits, agents=("critic",), oldest_version=1), inline)
+    for turns in (episode.turns for group in groups for episode in group.episodes):
+        turns[:] = [
+            msgspec.structs.replace(turn, tokens=engines.chunk(TokenChunk(tokens=turn.tokens)).tokens) for turn in turns
+        ]
+    ready = ReadyColumns(directory, file_bytes=1)
+    put = [ready.put(group) for group in groups]
+    return outline_of(seed, put, credits, agents=("critic",), oldest_version=1), plain
+
+
+def test_a_learner_lays_out_its_batch_from_the_store(tmp_path: Path) -> None:
+    (outline, plain), sent = outline_in(tmp_path), Sent()
+    orders = OrderStream(sent, ALONE, StoreStart(directory=str(tmp_path)))  # type: ignore[arg-type]
+    host = LearnerHost(sent, None, orders, None, OwnCores())  # type: ignore[arg-type]
+    host._handle(Train(call=1, outline=outline))
+    assert as_bytes(sent.computed[0]) == as_bytes(plain.batch)
+    answer = PartCollector(Divided).add(sent.messages[0])
+    assert isinstance(answer, Trained)
+    assert answer.report.ages == plain.ages
+    assert answer.report.dropped_tokens == {"nonfinite_logprob": 2, **plain.masked}
+    assert not answer.report.problems
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, flip, lambda path: path.write_bytes(b"")])
+def test_a_group_whose_tokens_are_lost_is_left_out_and_counted(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    outline, plain = outline_in(tmp_path)
+    damage(tmp_path / "ready.000001")
+    found = read_outline(outline, StoreStart(directory=str(tmp_path)), ALONE)
+    lost = outline.groups[1]
+    rest = [group for group in groups_with(0, longest=200) if group.number != lost.number]
+    assert {key.group for key in found.laid_out.keys} == {group.number for group in rest if group.scored}
+    assert found.lost_tokens == lost.num_loss_tokens > 0
+    assert found.batch.num_loss_tokens < plain.batch.num_loss_tokens
+    log_pi_N = np.zeros(found.batch.num_tokens, np.float32)
+    told = found.told(msgspec.structs.replace(report(0), log_pi_N=log_pi_N))
+    assert told.dropped_tokens["columns_lost"] == lost.num_loss_tokens
+    (problem,) = told.problems
+    assert "ready.000001" in problem
+    assert "carried no loss" in problem
+
+
+def test_a_learner_without_a_store_refuses_an_outline_that_refers_to_one(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match="step 0 refers to columns in a store"):
+        read_outline(outline_in(tmp_path)[0], None, ALONE)
+
+
+def test_all_ranks_leave_out_the_groups_that_the_first_could_not_read(tmp_path: Path) -> None:
+    (outline, _), store = outline_in(tmp_path), StoreStart(directory=str(tmp_path))
+    (tmp_path / "ready.000001").rename(tmp_path / "away")
+    leader = read_outline(outline, store, OneOfTwo(0, {}))
+    with pytest.raises(ComponentDied, match=r"ready\.000001"):
+        read_outline(outline, store, OneOfTwo(1, {}))
+    (tmp_path / "away").rename(tmp_path / "ready.000001")
+    other = read_outline(outline, store, Told(1, [{outline.groups[1].number: leader.why}, {}]))
+    assert as_bytes(other.batch) == as_bytes(leader.batch)
+    assert (other.lost_tokens, other.why) == (leader.lost_tokens, leader.why)
+
+
+class Told(OneOfTwo):
+    """Rank 1 of two, whose leader has sent one message after the other."""
+
+    def __init__(self, rank: int, messages: list[dict[int, str]]) -> None:
+        super().__init__(rank, {})
+        self._messages = messages
+
+    def broadcast(self, message: bytes | None) -> bytes:
+        self.leaders = self._messages.pop(0)
+        return super().broadcast(message)
+
+
+def test_the_results_of_a_large_step_are_stored_and_the_ledger_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "INLINE_RESULTS", 3)
+    results = TokenResults(
+        groups_E=np.array([0], np.int32),
+        places_E=np.array([0], np.int32),
+        sizes_E=np.array([5], np.int32),
+        log_pi_L=np.arange(5, dtype=np.float32),
+    )
+    whole = msgspec.structs.replace(report(0), learned=results)
+    assert ResultsStore(None).stored(whole) is whole
+    few = msgspec.structs.replace(results, sizes_E=np.array([3], np.int32), log_pi_L=results.log_pi_L[:3])
+    start = StoreStart(directory=str(tmp_path / COLUMNS))
+    assert ResultsStore(start).stored(msgspec.structs.replace(whole, learned=few)).learned is few
+    stored_report = ResultsStore(start).stored(whole)
+    assert isinstance(stored_report.learned, tuple)
+    ledger = SqliteLedger(tmp_path / "ledger.sqlite", group_size=1, groups_per_step=1)
+    ledger.apply(Submit(numbers=(0,), rows=(0,), at_s=0.0))
+    for state in (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED, GroupState.READY, GroupState.TAKEN):
+        ledger.apply(Move(numbers=(0,), state=state, at_s=0.0, step=0 if state is GroupState.TAKEN else None))
+    ledger.apply(
+        EndStep(
+            step=0, numbers=(0,), trained_tokens=5, dropped_tokens={}, ages={}, at_s=0.0, learned=stored_report.learned
+        )
+    )
+    ledger.close()
+    browser = Browser.of_run(tmp_path)
+    found = browser.learned(0)
+    assert isinstance(found, TokenResults)
+    assert found.log_pi_L.tolist() == results.log_pi_L.tolist()
+    (tmp_path / COLUMNS / "learned.000000").unlink()
+    assert browser.learned(0) is None
+
+
+def test_results_for_which_the_store_has_no_room_are_left_out_and_the_user_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batches, "INLINE_RESULTS", 0)
+    results = TokenResults(
+        groups_E=np.zeros(1, np.int32),
+        places_E=np.zeros(1, np.int32),
+        sizes_E=np.ones(1, np.int32),
+        log_pi_L=np.zeros(1, np.float32),
+    )
+    told = ResultsStore(StoreStart(directory=str(tmp_path), limit_bytes=10)).stored(
+        msgspec.structs.replace(report(0), learned=results)
+    )
+    assert told.learned is None
+    (problem,) = told.problems
+    assert "were not recorded" in problem
+    assert "flow.columns.limit_gb" in problem
 
 
 def test_a_part_that_has_lost_its_columns_is_shown_without_them(tmp_path: Path) -> None:

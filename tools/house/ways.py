@@ -63,11 +63,13 @@ TOKEN = (
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
     Hop("flow/flow", "Flow.take", "TakenBatch", "TakenBatch"),
-    Hop("control/loops/feeding", "Feeder._order", "collate"),
+    Hop("control/loops/feeding", "Feeder._order", "outline_of"),
+    Hop("flow/layout", "_group_outline", "GroupOutline", "GroupOutline"),
+    # the outline, to the gradient
+    Hop("launch/clients/learner", "LearnerClient.step", "_send_divided"),
+    Hop("launch/hosts/batches", "read_outline", "lay_out"),
     Hop("base/types/scored", "_whole", "TrainSample", "TrainSample"),
     Hop("base/types/batch", "Batch.collate", "concat", "Batch"),
-    # the batch, to the gradient
-    Hop("launch/clients/learner", "LearnerClient.train", "send"),
     Hop("launch/hosts/learner", "LearnerHost._handle", "train"),
     Hop("learner/core", "LearnerCore._prepare", "StepWork", "StepWork"),
     Hop("learner/core", "LearnerCore._backward_micro", "inputs"),

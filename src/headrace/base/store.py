@@ -1,10 +1,12 @@
-"""A store for the heavy columns of tokens: the kept-sets and experts that an engine has recorded. The engine writes
-them into files of the run's directory, and the learner reads them there; between the two travel references
-(:mod:`headrace.base.types.stored`).
+"""A store for columns of tokens. Engines write the kept-sets and experts that they have recorded into files of the
+run's directory, and the controller writes the groups that wait for their step. The learner reads them there; between
+the processes travel references (:mod:`headrace.base.types.stored`).
 
     RUN/columns/engine-0.000000    parts of up to 64 MiB, each written once, one behind the other
                /engine-0.000001    the file that the engine writes to now
                /engine-1.000000
+               /ready.000000       groups that wait for their step (:mod:`headrace.flow.ready`)
+               /learned.000000     the learner's results for the tokens of large steps
 
 A *part* is what was written at once, and has a checksum. A file never changes once its writer has begun the next one.
 """
@@ -33,6 +35,10 @@ T = TypeVar("T")
 
 COLUMNS = "columns"
 """The folder in a run's directory that is its store."""
+READY = "ready"
+"""The writer of the files with groups that wait for their step, which a resumed run does not need."""
+LEARNED = "learned"
+"""The writer of the files with the learner's results for tokens, to which the ledger refers; they are always kept."""
 FILE_BYTES = 64 << 20
 """Size of a file at which its writer begins the next one, in bytes."""
 INLINE_BYTES = 128
@@ -222,15 +228,16 @@ class StoreReader:
         :class:`~headrace.base.errors.StoreError` if its part is missing or differs from its checksum."""
         if piece.rows is not None:
             return piece.rows
-        part = self._part(piece)
+        part = self.part(piece)
         row_bytes = int(np.prod(like.shape[1:], dtype=np.int64)) * like.itemsize
         first, last = piece.first * row_bytes, (piece.first + piece.count) * row_bytes
         if not 0 <= first <= last <= len(part):
             raise _part_error(piece, f"has {len(part)} bytes, and its rows end at byte {last}")
         return np.frombuffer(part[first:last], like.dtype).reshape(-1, *like.shape[1:])
 
-    def _part(self, piece: StoredRows) -> memoryview:
-        """Return the whole part that ``piece`` is of, after comparing it with its checksum."""
+    def part(self, piece: StoredRows) -> memoryview:
+        """Return the whole part that ``piece`` is of, after comparing it with its checksum. Raises
+        :class:`~headrace.base.errors.StoreError` if it is missing or differs from its checksum."""
         end = piece.start + piece.num_bytes
         file = self._maps.get(piece.file)
         if file is None or end > len(file):  # its writer may have appended since it was mapped

@@ -19,7 +19,7 @@ only when it is committed; the watchdog prints the table above when nothing move
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,6 +41,7 @@ from headrace.flow import Flow
 from headrace.flow.columns import ColumnFiles
 from headrace.flow.ledger import Ledger, LedgerWriter
 from headrace.flow.ledger.base import Note
+from headrace.flow.ready import ReadyColumns
 
 T = TypeVar("T")
 
@@ -64,10 +65,7 @@ class Controller:
         """Build the loops over the components ``parts``. ``ledger`` is read to resume the run; ``writer`` appends to
         the same ledger. ``observers`` receive steps, events and the trace."""
         run, config = settings.run, settings.flow
-        columns = ColumnFiles(parts.run_dir / COLUMNS, config.columns)
-        flow = Flow(
-            config, writer=writer, clock=parts.clock, last_step=run.steps, pick_row=self._pick_row, columns=columns
-        )  # fmt: skip
+        flow = _flow_of(parts, settings, writer, self._pick_row)
         self._order = settings.order
         contracts = (RolloutLoop.contract, ScoringLoop.contract, LearningLoop.contract, SyncLoop.contract)
         self.state = RunState(
@@ -129,6 +127,7 @@ class Controller:
                 summary = await self._run(start)
             finally:
                 self.state.observers.flush()
+                self.state.flow.close()
             watchdog.cancel()
         return summary
 
@@ -306,3 +305,19 @@ class Controller:
         """Write a note about an event of the run into the ledger. ``kind`` is one word, ``detail`` the event in
         words."""
         self._writer.write(Note(kind=kind, detail=detail, at_s=self.state.parts.clock.wall()))
+
+
+def _flow_of(
+    parts: Components, settings: ControlSettings, writer: LedgerWriter, pick_row: Callable[[int], int | None]
+) -> Flow:
+    """Return the flow of a run, with the files of its store. ``pick_row`` returns the row of a new group."""
+    store, columns = parts.run_dir / COLUMNS, settings.flow.columns
+    return Flow(
+        settings.flow,
+        writer=writer,
+        clock=parts.clock,
+        last_step=settings.run.steps,
+        pick_row=pick_row,
+        columns=ColumnFiles(store, columns),
+        ready=ReadyColumns(store, limit_bytes=columns.limit_bytes) if parts.columns_shared else None,
+    )

@@ -106,6 +106,8 @@ class Components(Serving):
     advantage, or one for each turn."""
     run_dir: Path
     """The run's directory, in which checkpoints are written."""
+    columns_shared: bool = False
+    """Whether the learner reads files of the run's directory: then it gets references to the tokens of large groups."""
     teachers: Teachers | None = None
     """The teachers that score the tokens of answers while rewards are computed; ``None``: there are none."""
     engine_set: EngineSet | None = None

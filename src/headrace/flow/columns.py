@@ -15,22 +15,28 @@ from typing import Literal
 from pydantic import Field
 
 from headrace.base.config import Section
-from headrace.base.store import writer_of
+from headrace.base.store import LEARNED, READY, writer_of
 from headrace.base.types.episode import TokenChunk, Turn
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.flow.ledger.base import ResumedGroup
 
 
 class ColumnsConfig(Section):
-    """The settings of the store for the kept-sets and experts of sampled tokens, in the folder ``columns`` of the run's
-    directory. It is used where the engines are processes of the controller's machine."""
+    """The settings of the store for columns of tokens, in the folder ``columns`` of the run's directory. It is used
+    where engines and learner are processes of the controller's machine."""
 
     keep: Literal["always", "until_trained"] = "always"
-    """How long they are kept: with the run (``always``), or until a snapshot contains the step that trained them
-    (``until_trained``). ``headrace ledger RUN --replay``, the dashboard and older snapshots need those of all steps."""
+    """How long the kept-sets and experts of sampled tokens are kept: with the run (``always``), or until a snapshot
+    contains the step that trained them (``until_trained``). ``headrace ledger RUN --replay``, the dashboard and older snapshots need those of all steps."""
     limit_gb: float | None = Field(default=None, ge=1.0)
-    """The most gigabytes that the store may have. A sequence for which it has no room fails, and is counted under the
-    reason of its episode. Unset: as much as the disk has room for."""
+    """The most gigabytes that the store may have, ready groups included. A sequence for which it has no room fails, and
+    is counted under the reason of its episode; a ready group for which it has no room is dropped, and counted as
+    ``store_full``. Unset: as much as the disk has room for."""
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Return the most bytes that the store may have; ``None``: as many as the disk has room for."""
+        return None if self.limit_gb is None else int(self.limit_gb * 1e9)
 
 
 class ColumnFiles:
@@ -55,6 +61,8 @@ class ColumnFiles:
         called once, before an engine writes."""
         for name in _listed(self._directory):
             writer, number = writer_of(name)
+            if writer == LEARNED:
+                continue
             self._users[name] = set()
             self._closed.add(name)
             self._newest[writer] = max(number, self._newest.get(writer, -1))
@@ -156,5 +164,9 @@ def _files(column: KeptSets | Routing | None) -> Iterable[str]:
 
 
 def _listed(directory: Path) -> list[str]:
-    """Return the names of the files in a store's directory, in order."""
-    return sorted(name for name in os.listdir(directory) if writer_of(name)[1] >= 0) if directory.is_dir() else []
+    """Return the names of the files in a store's directory, in order, without those of ready groups
+    (:mod:`headrace.flow.ready`), which a resumed run does not need."""
+    if not directory.is_dir():
+        return []
+    writers = {name: writer_of(name) for name in os.listdir(directory)}
+    return sorted(name for name, (writer, number) in writers.items() if number >= 0 and writer != READY)

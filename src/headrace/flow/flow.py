@@ -20,12 +20,14 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.scored import ScoredGroup, TokenResults
+from headrace.base.types.stored import Stored
 from headrace.flow.columns import ColumnFiles
 from headrace.flow.config import FlowConfig
 from headrace.flow.ledger import LedgerWriter, ResumeState
 from headrace.flow.ledger.base import CommitVersion, DropEpisodes, EndEpisode, EndStep, Move, ResumedGroup, Submit
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.flow.pacing import Eager, OpenGroups, SynchronousTime
+from headrace.flow.ready import ReadyColumns
 from headrace.flow.state import FlowState, GroupEntry
 
 _OPEN = (GroupState.ADMITTED, GroupState.RUNNING, GroupState.SCORED)
@@ -72,11 +74,13 @@ class Flow:
         last_step: int,
         pick_row: Callable[[int], int | None],
         columns: ColumnFiles | None = None,
+        ready: ReadyColumns | None = None,
     ) -> None:
         """Begin a run without groups. ``writer`` records every change in the ledger. ``last_step`` is the number of
         steps of the whole run. ``pick_row`` returns the dataset row that the group with a given number attempts, and
         ``None`` when no rows are left; it is called once for each number, in order. ``columns`` are the files of the
-        run's store; ``None``: there is none."""
+        run's store; ``None``: there is none. ``ready`` receives the columns of ready groups; ``None``: they stay in
+        memory."""
         self.config = config
         self.state = FlowState(limits=config.limits())
         self.changed = Signal()
@@ -91,6 +95,7 @@ class Flow:
         self._last_step = last_step
         self._pick_row = pick_row
         self.columns = columns
+        self._ready = ready
         self._out_of_rows = False
         self._buffer: dict[int, ScoredGroup] = {}
         self._resumed: dict[int, ResumedGroup] = {}
@@ -181,11 +186,15 @@ class Flow:
 
     def add_scored(self, group: ScoredGroup) -> None:
         """Put a group into the buffer of ready groups: all of its episodes have ended, and enough of them are scored to
-        have a baseline. Then drop the groups that the policy says to drop."""
+        have a baseline. Then drop the groups that the policy says to drop. Raises
+        :class:`~headrace.base.errors.StoreError` before any change if its columns cannot be written."""
+        versions = group.versions()
+        if self._ready is not None:
+            group = self._ready.put(group)
         self._move([group.number], GroupState.SCORED)
         entry = self.state.groups[group.number]
         assert entry.oldest_version is not None
-        versions = group.versions() or (entry.oldest_version, entry.oldest_version)
+        versions = versions or (entry.oldest_version, entry.oldest_version)
         self._buffer[group.number] = group
         self._pacer.left(group.number, self._clock.now(), ready=True)
         self._move([group.number], GroupState.READY, versions=versions)
@@ -197,6 +206,7 @@ class Flow:
         self._pacer.left(number, self._clock.now(), ready=False)
         if ready is not None:
             self.wasted_tokens[reason] += sum(episode.num_sampled for episode in ready.scored)
+            self._release([ready])
         if self.columns is not None:
             self.columns.dropped(number)
         self._move([number], GroupState.DROPPED, reason=reason)
@@ -242,11 +252,11 @@ class Flow:
         groups: Sequence[ScoredGroup],
         report: StepReport,
         ages: dict[int, int],
-        learned: TokenResults | None = None,
+        learned: TokenResults | Stored | None = None,
     ) -> None:
         """Record that the optimizer has trained on ``groups``. ``report`` is the learner's result, ``ages`` the number
-        of trained tokens by age in versions, and ``learned`` the learner's results for each token, ``None`` if they are
-        not kept."""
+        of trained tokens by age in versions, and ``learned`` the learner's results for each token, or where they lie
+        in the store; ``None`` if they are not kept."""
         numbers = tuple(group.number for group in groups)
         self._writer.write(
             EndStep(
@@ -264,9 +274,16 @@ class Flow:
             self.state.move(number, GroupState.TRAINED)
         if self.columns is not None:
             self.columns.trained(numbers, report.step)
+        self._release(groups)
         self._unreleased[report.step + 1] = numbers
         self._pacer.trained(report.step, self._clock.now())
         self.changed.notify()
+
+    def _release(self, groups: Sequence[ScoredGroup]) -> None:
+        """Free the columns of ``groups``, which were trained or dropped."""
+        if self._ready is not None:
+            for group in groups:
+                self._ready.release(group)
 
     def record_commit(self, version: int, checksum: str) -> None:
         """Record that the engines use ``version``, and release the groups of every step that it contains, which frees
@@ -335,6 +352,8 @@ class Flow:
         for reason, count in resumed.dropped.items():
             self.state.dropped[reason] += count
             self.state.counts[GroupState.DROPPED] += count
+        if self._ready is not None:
+            self._ready.clear()
         if self.columns is not None:
             self.columns.resumed(resumed.groups)
         for group in resumed.groups:
@@ -343,13 +362,19 @@ class Flow:
             if group.state is GroupState.READY:
                 _, newest = episodes.versions() or (None, None)
                 oldest: int | None = group.oldest_version
-                self._buffer[group.number] = episodes
+                self._buffer[group.number] = episodes if self._ready is None else self._ready.put(episodes)
             else:
                 oldest = group.kept_version()  # tokens from before the crash keep their age
                 self._resumed[group.number] = group
             entry = GroupEntry(state=group.state, oldest_version=oldest, newest_version=newest, step=group.step)
             self.state.restore(group.number, entry)
         assert self.state.conserved(), f"the ledger does not add up: {self.state.counts}, {resumed.dropped}"
+
+    def close(self) -> None:
+        """Remove the files of ready groups, at the end of a life of the run; the next life has these groups from the
+        ledger."""
+        if self._ready is not None:
+            self._ready.clear()
 
     def _open_groups(self) -> list[int]:
         """Return the numbers of the groups with episodes that have not ended."""

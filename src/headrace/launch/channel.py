@@ -249,6 +249,8 @@ class ControllerChannel:
         self._reports = _socket(_controller_context(), zmq.PULL)
         self._arrivals = _Arrivals(self._reports)
         self._unsent: deque[bytes] = deque()
+        self.largest_bytes = 0
+        """The size of the largest message so far, in either direction."""
         self._monitor: Any = None
         self._breaks: _Arrivals | None = None
         self._may_wait = MAX_QUEUED if host else 0  # a bound socket queues nothing for a peer that is not connected
@@ -270,7 +272,9 @@ class ControllerChannel:
     def send(self, message: Any) -> None:
         """Queue the order ``message`` without waiting, also for a part that is still starting. Raises
         :class:`~headrace.base.errors.RunError` if so many orders wait that the part must have stopped reading."""
-        self._unsent.append(self._codec.encode(message))
+        data = self._codec.encode(message)
+        self.largest_bytes = max(self.largest_bytes, len(data))
+        self._unsent.append(data)
         self._flush()
         if len(self._unsent) > self._may_wait:
             raise RunError(
@@ -335,6 +339,7 @@ class ControllerChannel:
 
     def _decoded(self, data: bytes) -> Any:
         """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
+        self.largest_bytes = max(self.largest_bytes, len(data))
         try:
             return self._codec.decode(data)
         except msgspec.DecodeError as error:

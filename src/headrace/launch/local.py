@@ -88,6 +88,7 @@ async def local_world(order: LaunchOrder) -> AsyncIterator[LaunchedRun]:
                 tasks=order.tasks,
                 advantages=partial(credit, order.algo, branch_weight=order.branch_weight),
                 run_dir=order.run_dir,
+                columns_shared=not order.launch.remote,
                 interrupt=order.sync.interrupt,
             )
             yield LaunchedRun(

@@ -226,7 +226,7 @@ class Processes:
             snapshot="" if order.snapshot is None else str(order.snapshot),
             route=self._route(),
             num_threads=num_threads,
-            columns=self._columns(),
+            columns=None if order.launch.remote else self._store(),
             lending=self._lending(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
@@ -264,14 +264,13 @@ class Processes:
         or, if that is empty, only reads. ``None`` where no such columns are recorded, or parts are on other
         machines."""
         order = self.order
-        if order.launch.remote or not (order.sampling.record_kept or order.sampling.record_routing):
-            return None
-        limit_gb = order.columns.limit_gb
-        return StoreStart(
-            directory=str(order.run_dir / COLUMNS),
-            limit_bytes=None if limit_gb is None else int(limit_gb * 1e9),
-            writer=writer,
-        )
+        records = order.sampling.record_kept or order.sampling.record_routing
+        return self._store(writer) if records and not order.launch.remote else None
+
+    def _store(self, writer: str = "") -> StoreStart:
+        """Return the store of the run as a part uses it, as :meth:`_columns` does, but whatever is recorded."""
+        directory = str(self.order.run_dir / COLUMNS)
+        return StoreStart(directory=directory, limit_bytes=self.order.columns.limit_bytes, writer=writer)
 
     def _learner_on(self, rank: int) -> dict[str, Any]:
         """Return the settings of the learner, as JSON data, with the device of ``rank``."""

@@ -42,7 +42,8 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStart(msgspec.Struct, frozen=True, kw_only=True):
-    """The store for the kept-sets and experts that are recorded with tokens, which is a directory of this machine."""
+    """The store for columns of tokens, such as the kept-sets and experts that engines record. It is a directory of this
+    machine."""
 
     directory: str
     limit_bytes: int | None = None
@@ -111,7 +112,7 @@ class LearnerStart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     num_threads: int
     """The number of cores that this rank computes with."""
     columns: StoreStart | None = None
-    """The store in which kept-sets and experts of a batch may lie; ``None``: they come with the batch."""
+    """The store in which columns of a batch may lie; ``None``: they come with the batch."""
     lending: Lending | None = None
     """The cores that the learner may borrow; ``None``: it computes with its own cores alone."""
     rank: int = 0

@@ -9,6 +9,7 @@ from typing import Protocol
 from headrace.base.clock import Clock, RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.weights import WeightUpdate
 from headrace.learner.progress import Progress
@@ -46,9 +47,9 @@ class Learner(Protocol):
     """A learner as the controller sees it. It carries out calls one after the other, in the order in which they were
     made: a step may be requested while the step before it is being computed."""
 
-    async def train(self, batch: Batch) -> StepReport:
-        """Make one step of the batch, forward and backward passes over micro-batches, gradient clipping and update, and
-        return its metrics and token counts."""
+    async def step(self, outline: BatchOutline) -> StepReport:
+        """Lay out the batch of ``outline`` and make one step of it, forward and backward passes over micro-batches,
+        gradient clipping and update, and return its metrics, token counts and results for each token."""
         ...
 
     async def logprobs(self, batch: Batch) -> FloatColumn:

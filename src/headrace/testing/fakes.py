@@ -21,6 +21,7 @@ from headrace.base.errors import RequestError, WeightsError
 from headrace.base.types.batch import Batch
 from headrace.base.types.episode import StopReason
 from headrace.base.types.messages.controller import EngineStats, StepReport
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.sampling import Sampling
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.task import Task
@@ -29,6 +30,7 @@ from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.weights import Interrupt, Manifest, SwapReport, WeightUpdate
 from headrace.control import Components
 from headrace.engine import PLAIN, RequestOptions, TokenChunk
+from headrace.flow.layout import inline, lay_out
 from headrace.learner.base import Publication
 from headrace.rollout.environments import SingleTurn
 from headrace.rollout.scoring import NO_CONTEXT, Scores, ScoringContext
@@ -169,6 +171,11 @@ class FakeLearner:
         works: one for each trained batch, and one for each second in the present one."""
         begun_s = self._busy_from_s
         return len(self.batches) + (0 if begun_s is None else int(VirtualClock().now() - begun_s))
+
+    async def step(self, outline: BatchOutline) -> StepReport:
+        """Lay out the batch of ``outline``, which refers to no store, and train on it with :meth:`train`."""
+        laid_out = lay_out(outline, inline)
+        return laid_out.told(await self.train(laid_out.batch))
 
     async def train(self, batch: Batch) -> StepReport:
         """Train on a batch, which takes ``token_s`` seconds of virtual time for each token, and return a report without

@@ -17,9 +17,12 @@ from headrace.base.types.messages import controller, engine, environment, learne
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Chunks, EngineStats, LogprobsReply, Ready, Scored
 from headrace.base.types.messages.engine import Generate, GenerateRequest, Stage
-from headrace.base.types.messages.learner import Train
+from headrace.base.types.messages.learner import Logprobs, Train
+from headrace.base.types.messages.parts import MessagePart
 from headrace.base.types.messages.scorer import ScoreCompletions
+from headrace.base.types.outline import BatchOutline, GroupOutline
 from headrace.base.types.sampling import Sampling
+from headrace.base.types.stored import StoredRows
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Manifest, TensorEntry, WeightUpdate
@@ -38,6 +41,23 @@ BATCH = Batch(
     versions_N=np.array([-1, 2, 3], np.int32),
     advantages_N=np.ones(3, np.float32),
 )
+OUTLINE = BatchOutline(
+    step=3,
+    groups=tuple(
+        GroupOutline(
+            number=number,
+            places=(0, 2),
+            entries=(0, 1),
+            credits=(0.5, (0.25, -1.0)),
+            columns=columns,
+            num_tokens=9,
+            num_loss_tokens=4,
+        )
+        for number, columns in enumerate((b"turns", StoredRows("ready.000000", 8, 16, 2**64 - 1, 0, 16)))
+    ),
+    agents=("critic",),
+)
+PART = MessagePart(of=1, number=0, num_parts=2, data=memoryview(b"half"))
 ENTRY = TensorEntry(name="w", dtype="bfloat16", shape=(2, 3), offset_bytes=0, num_bytes=12)
 UPDATE = WeightUpdate(
     version=2, slot=1, path="/dev/shm/w", manifest=Manifest(entries=(ENTRY,), total_bytes=64), checksums=(2**64 - 1,)
@@ -69,7 +89,10 @@ MESSAGES = [
         ),
     ),
     (engine, Stage(call=1, update=UPDATE)),
-    (learner, Train(call=1, batch=BATCH)),
+    (learner, Logprobs(call=1, batch=BATCH)),
+    (learner, Train(call=1, outline=OUTLINE)),
+    (learner, PART),
+    (controller, PART),
     (
         scorer,
         ScoreCompletions(
@@ -216,4 +239,6 @@ def test_damaged_message_only_ever_raises_errors_of_msgspec(
 )
 def test_well_formed_nonsense_only_ever_raises_errors_of_msgspec(content: Any, tag: str) -> None:
     survives(msgspec.msgpack.encode(content))
-    survives(msgspec.msgpack.encode({"type": tag, "call": 1, "batch": content, "requests": [content], "row": content}))
+    survives(
+        msgspec.msgpack.encode({"type": tag, "call": 1, "outline": content, "requests": [content], "row": content})
+    )

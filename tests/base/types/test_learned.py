@@ -6,7 +6,7 @@ from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus,
 from headrace.base.types.scored import ScoredGroup, TokenResults
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
-from headrace.control.loops.feeding import collate, without_stale
+from headrace.flow.layout import collate, without_stale
 from headrace.flow.ledger.turns import decode_token_results, encode_token_results
 
 

@@ -12,7 +12,7 @@ from headrace.base.types.episode import EpisodeKey, Turn
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import Tokens
 from headrace.base.types.versions import NOT_SAMPLED
-from headrace.control.loops.feeding import UNTAUGHT, without_untaught
+from headrace.flow.layout import UNTAUGHT, without_untaught
 from headrace.flow.ledger.turns import decode_turns, encode_turns
 
 

@@ -19,7 +19,7 @@ from headrace.base.types.task import Task
 from headrace.base.types.tokens import Tokens
 from headrace.control import Components
 from headrace.control.credit import credit
-from headrace.control.loops.feeding import collate
+from headrace.flow.layout import collate
 from headrace.rollout.environments import AttemptOutcome, OpenEpisode
 from headrace.rollout.scoring import Graded
 from headrace.testing import FakeEngine, FakeScorer

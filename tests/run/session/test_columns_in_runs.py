@@ -131,7 +131,7 @@ def test_groups_whose_columns_are_damaged_are_counted_and_the_run_goes_on(tmp_pa
 @pytest.mark.parametrize("setting", ["engine.top_k=0", "learner.keep_sampling_mask=false"])
 def test_a_store_that_no_engine_would_use_is_refused(tmp_path: Path, model_dir: Path, setting: str) -> None:
     run_file = make_run(tmp_path, model_dir, engine={"max_new_tokens": 4, "top_k": 5})
-    with pytest.raises(ConfigError, match=r"flow\.columns is set, and this run records neither"):
+    with pytest.raises(ConfigError, match=r"flow\.columns\.keep is set, and this run records neither"):
         prepare(load_config(run_file, ["flow.columns.keep=until_trained", setting]), Inputs())
 
 

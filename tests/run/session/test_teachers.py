@@ -21,7 +21,7 @@ from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.scored import ScoredGroup
 from headrace.base.types.tokens import IntColumn, Tokens
 from headrace.base.types.versions import FROZEN
-from headrace.control.loops.feeding import collate
+from headrace.flow.layout import collate
 from headrace.flow.ledger.browse import Browser
 from headrace.flow.ledger.opening import open_ledger
 from headrace.learner import LearnerConfig

@@ -14,17 +14,9 @@ import numpy.typing as npt
 
 from headrace.base.types.episode import EpisodeKey
 from headrace.base.types.recorded import KeptSets, Routing
-from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.base.types.versions import oldest
-
-BYTES_PER_TOKEN = 17.0
-"""Bytes of a token in the columns that every batch has."""
-BYTES_PER_SAMPLE = 12.0
-"""Bytes of a sample in the columns of samples."""
-REFERENCE_BYTES = 64.0
-"""Bytes of a reference to rows in a store, at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,84 +98,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             agents_N=_authors(samples, agents) if agents else None,
         )
 
-    def divide(self, max_bytes: int) -> list[Batch]:
-        """Return the batch as parts of whole samples, in their order, each of which takes at most about ``max_bytes``
-        bytes; a larger sample is a part of its own. A batch without samples is one part. The columns of the parts are
-        views of this batch's columns, and the indices of groups and episodes are those in the whole batch."""
-        parts: list[Batch] = []
-        ends_S, sizes_S = np.cumsum(self.lengths_S, dtype=np.int64), np.cumsum(self._bytes_S())
-        first, before, sent = 0, 0, 0.0
-        while first < len(ends_S):
-            last = max(first + 1, int(np.searchsorted(sizes_S, sent + max_bytes, side="right")))
-            parts.append(self._part(slice(first, last), slice(before, int(ends_S[last - 1]))))
-            first, before, sent = last, int(ends_S[last - 1]), float(sizes_S[last - 1])
-        return parts or [self]
-
-    @classmethod
-    def join(cls, parts: Sequence[Batch]) -> Batch:
-        """Return the batch that :meth:`divide` has divided into ``parts``."""
-        if len(parts) == 1:
-            return parts[0]
-        kept = [part.kept for part in parts if part.kept is not None]
-        routing = [part.routing for part in parts if part.routing is not None]
-        scores = [part.teacher_scores for part in parts if part.teacher_scores is not None]
-        agents = [part.agents_N for part in parts if part.agents_N is not None]
-        return cls(
-            step=parts[0].step,
-            lengths_S=np.concatenate([part.lengths_S for part in parts]),
-            groups_S=np.concatenate([part.groups_S for part in parts]),
-            episodes_S=np.concatenate([part.episodes_S for part in parts]),
-            ids_N=np.concatenate([part.ids_N for part in parts]),
-            mask_N=np.concatenate([part.mask_N for part in parts]),
-            logprobs_N=np.concatenate([part.logprobs_N for part in parts]),
-            versions_N=np.concatenate([part.versions_N for part in parts]),
-            advantages_N=np.concatenate([part.advantages_N for part in parts]),
-            kept=KeptSets.concat(kept) if kept else None,
-            routing=Routing.concat(routing) if routing else None,
-            teacher_scores=TeacherScores.concat(scores) if scores else None,
-            agents=parts[0].agents,
-            agents_N=np.concatenate(agents) if agents else None,
-        )
-
-    def _bytes_S(self) -> npt.NDArray[np.float64]:
-        """Return the size of each sample with its columns, in bytes."""
-        bytes_N = np.full(self.num_tokens, BYTES_PER_TOKEN)
-        if self.kept is not None:
-            bytes_N += self.kept.sizes_T.itemsize
-            bytes_N += _mean(self.kept.stored, self.num_tokens) or self.kept.ids_E.itemsize * self.kept.sizes_T
-        if self.routing is not None:
-            bytes_N += self.routing.known_T.itemsize + _mean(self.routing.stored, self.num_tokens)
-            bytes_N[self.routing.known_T] += self.routing.experts_RLK[:1].nbytes
-        if self.teacher_scores is not None:
-            scores = self.teacher_scores[:1]
-            bytes_N += sum(
-                each.nbytes for each in (scores.logprobs_T, scores.versions_T, scores.ids_TK, scores.logs_TK)
-            )
-        if self.agents_N is not None:
-            bytes_N += self.agents_N.itemsize
-        sums_N = np.concatenate([[0.0], np.cumsum(bytes_N)])
-        ends_S = np.cumsum(self.lengths_S, dtype=np.int64)
-        bytes_S: npt.NDArray[np.float64] = sums_N[ends_S] - sums_N[ends_S - self.lengths_S]
-        return bytes_S + BYTES_PER_SAMPLE
-
-    def _part(self, samples: slice, tokens: slice) -> Batch:
-        """Return the samples and tokens in two slices, which belong together, as a batch."""
-        return msgspec.structs.replace(
-            self,
-            lengths_S=self.lengths_S[samples],
-            groups_S=self.groups_S[samples],
-            episodes_S=self.episodes_S[samples],
-            ids_N=self.ids_N[tokens],
-            mask_N=self.mask_N[tokens],
-            logprobs_N=self.logprobs_N[tokens],
-            versions_N=self.versions_N[tokens],
-            advantages_N=self.advantages_N[tokens],
-            kept=None if self.kept is None else self.kept[tokens],
-            routing=None if self.routing is None else self.routing[tokens],
-            teacher_scores=None if self.teacher_scores is None else self.teacher_scores[tokens],
-            agents_N=None if self.agents_N is None else self.agents_N[tokens],
-        )
-
     @property
     def num_tokens(self) -> int:
         """Return the number of tokens of the batch, prompts included."""
@@ -207,11 +121,6 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         trains (``step``), minus the version that sampled the token. For a token of mixed versions the older one
         counts."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
-
-
-def _mean(stored: Stored, num_tokens: int) -> float:
-    """Return how many bytes of references to ``stored`` rows there are for each of ``num_tokens`` tokens."""
-    return REFERENCE_BYTES * len(stored) / max(1, num_tokens)
 
 
 def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from headrace.base.types.batch import Batch, TrainSample
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.stored import StoredRows
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, versions_of
 
@@ -27,6 +28,9 @@ class ScoredGroup:
     """The number of the group in the run."""
     episodes: tuple[EpisodeGraph, ...]
     """All episodes of the group, failed ones included."""
+    columns: StoredRows | None = None
+    """Where the turns of all episodes lie in the run's store, with all of their columns; the tokens in ``episodes`` are
+    views of some of these. ``None``: everything is in memory."""
 
     @property
     def scored(self) -> list[EpisodeGraph]:

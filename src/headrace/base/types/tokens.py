@@ -144,6 +144,24 @@ class Tokens(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return Tokens.concat([self, other])
 
 
+class ViewedTokens(Tokens, frozen=True, kw_only=True):
+    """Tokens whose columns are views of a file, with the count that is asked for most often: no page of the file is
+    read into memory for it."""
+
+    known_sampled: int
+    """The number of tokens that were sampled."""
+
+    @property
+    def any_sampled(self) -> bool:
+        """Return whether any of the tokens was sampled."""
+        return self.known_sampled > 0
+
+    @property
+    def num_sampled(self) -> int:
+        """Return the number of tokens that were sampled."""
+        return self.known_sampled
+
+
 _NO_LOGPROBS, _NO_VERSIONS = np.zeros(4096, np.float32), np.full(4096, NOT_SAMPLED, np.int32)
 for _column in (_NO_LOGPROBS, _NO_VERSIONS):
     _column.flags.writeable = False

@@ -5,30 +5,21 @@ checkpoint is due, save."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-import msgspec
-import numpy as np
-
 from headrace.base.errors import RunError
-from headrace.base.types.batch import Batch
-from headrace.base.types.episode import EpisodeStatus
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import Credit, ScoredGroup, num_untrained, paths
-from headrace.base.types.versions import oldest
+from headrace.base.types.outline import BatchOutline
+from headrace.base.types.scored import ScoredGroup, num_untrained
 from headrace.base.types.weights import Interrupt
 from headrace.control.loops.syncing import SyncLoop
 from headrace.control.metrics.batch import BatchStats, batch_stats
 from headrace.control.saving import Saver, Saving
 from headrace.control.state import RunState
 from headrace.flow import TakenBatch
-from headrace.flow.policies import STALE
+from headrace.flow.layout import outline_of
 from headrace.learner.base import Publication
 
-UNTAUGHT = "untaught"
-"""The reason under which a token without loss is counted that the teacher has not scored, although it has scored others
-of the batch."""
 ORDERED_AHEAD = 2
 """Greatest number of steps that are ordered at a time: the one that the learner works on, and the next."""
 
@@ -44,12 +35,8 @@ class OrderedStep:
     """The groups that it trains."""
     stats: BatchStats
     """Statistics of the episodes in these groups."""
-    batch: Batch
-    """The batch before single tokens lost their loss because they are stale or have no teacher's score."""
-    ages: dict[int, int]
-    """Number of tokens that carry loss, by age in versions."""
-    masked: dict[str, int]
-    """Number of tokens that lost their loss when the batch was built, by reason."""
+    untrained: dict[str, int]
+    """Number of sampled tokens in turns that carry no loss, by reason."""
     ordered_s: float
     """The time at which the batch was given to the learner, on the clock."""
     trained: asyncio.Task[tuple[StepReport, float]]
@@ -112,7 +99,7 @@ class Feeder:
         return None
 
     async def _order(self, taken: TakenBatch, orders: asyncio.TaskGroup) -> OrderedStep:
-        """Lay out the batch that was taken, order its step from the learner, and return the ordered step. ``orders`` is
+        """Order the step of the batch that was taken from the learner, and return the ordered step. ``orders`` is
         the group of its tasks; tasks begin in the order in which they are created, so the learner gets its orders in
         this order."""
         state = self._state
@@ -124,16 +111,19 @@ class Feeder:
             await state.flow.flush()  # the ledger must know a batch as taken before it is trained
             state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(taken.groups)
-        collated = collate(step, taken.groups, credits, state.parts.agents.adapters)
+        outline = outline_of(
+            step,
+            taken.groups,
+            credits,
+            agents=state.parts.agents.adapters,
+            oldest_version=taken.oldest_version,
+        )
         stats = batch_stats(taken.groups)  # read here because the episodes are in the processor's caches
-        batch, untaught = without_untaught(collated)
-        batch, stale = without_stale(batch, taken.oldest_version)
-        ages, counts = np.unique(batch.ages(), return_counts=True)
         self._refuse_too_old(taken)
         await self._sleep_engine()
         ordered_s = state.parts.clock.now()
         state.flow.ordered(step)
-        trained = orders.create_task(self._train(batch))
+        trained = orders.create_task(self._train(outline))
         if self._awaited:  # the learner trains already, and the step is returned only below
             state.board.working("learner", f"step {step}")
         with state.board.requesting("learner", "a free weight buffer", provider="sync"):
@@ -145,9 +135,7 @@ class Feeder:
             step=step,
             groups=taken.groups,
             stats=stats,
-            batch=collated,
-            masked={**num_untrained(taken.groups), **untaught, **stale},
-            ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
+            untrained=num_untrained(taken.groups),
             ordered_s=ordered_s,
             trained=trained,
             slot_s=slot_s,
@@ -175,10 +163,11 @@ class Feeder:
                     remedy=f"set flow.max_age={age}, then --resume",
                 )
 
-    async def _train(self, batch: Batch) -> tuple[StepReport, float]:
-        """Let the learner train on ``batch``. Return its report, and the time on the clock at which the report came."""
-        with self._state.board.requesting("learner", f"step {batch.step}", provider="the learner"):
-            report = await self._state.parts.learner.train(batch)
+    async def _train(self, outline: BatchOutline) -> tuple[StepReport, float]:
+        """Let the learner train on the batch of ``outline``. Return its report, and the time on the clock at which the
+        report came."""
+        with self._state.board.requesting("learner", f"step {outline.step}", provider="the learner"):
+            report = await self._state.parts.learner.step(outline)
         return report, self._state.parts.clock.now()
 
     async def _snapshot(self, version: int, slot: int) -> Publication:
@@ -186,39 +175,3 @@ class Feeder:
         snapshot."""
         with self._state.board.requesting("learner", f"a copy of version {version}", provider="the learner"):
             return await self._state.parts.learner.snapshot(version, slot)
-
-
-def collate(
-    step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
-) -> Batch:
-    """Return the batch of a step, made of the trained episodes of ``groups``. ``advantages`` has the credit of each
-    episode that counts in a baseline, in order; ``agents`` are the roles that train adapters of their own, beside the
-    policy's."""
-    episodes = [episode for group in groups for episode in group.counted]
-    credited = zip(episodes, advantages, strict=True)
-    trained = EpisodeStatus.SCORED
-    samples = [paths(episode, credit) for episode, credit in credited if episode.status is trained]
-    return Batch.collate(step, [sample for of_episode in samples for sample in of_episode], agents)
-
-
-def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that versions before ``oldest_version`` sampled; ``None``: of no tokens. Return the
-    batch, and the number of these tokens by reason, empty if there are none."""
-    if oldest_version is None:
-        return batch, {}
-    stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
-    count = int(stale_N.sum())
-    if not count:
-        return batch, {}
-    return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~stale_N), {STALE: count}
-
-
-def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
-    """Remove the loss of tokens that no teacher has scored, such as tokens that were recorded before a resumed run had
-    teachers. Return the batch, and the number of these tokens by reason, empty if there are none. A batch without any
-    scored token stays as it is."""
-    if batch.teacher_scores is None:
-        return batch, {}
-    mask_N = batch.mask_N & batch.teacher_scores.known_T
-    count = int(batch.mask_N.sum()) - int(mask_N.sum())
-    return (msgspec.structs.replace(batch, mask_N=mask_N), {UNTAUGHT: count}) if count else (batch, {})

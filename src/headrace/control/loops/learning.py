@@ -11,7 +11,7 @@ import msgspec
 
 from headrace.base.errors import NothingToLearn
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.scored import ScoredGroup, TokenResults
+from headrace.base.types.scored import ScoredGroup
 from headrace.control.board import LoopContract
 from headrace.control.groups import have_signal
 from headrace.control.loops.feeding import Feeder, OrderedStep
@@ -84,12 +84,10 @@ class LearningLoop:
         report, trained_s = await ordered.trained
         for problem in report.problems:
             state.warn(f"step {ordered.step}: {problem}", kind="problems of a step")
-        if ordered.masked:
-            dropped = Counter(report.dropped_tokens) + Counter(ordered.masked)
+        if ordered.untrained:
+            dropped = Counter(report.dropped_tokens) + Counter(ordered.untrained)
             report = msgspec.structs.replace(report, dropped_tokens=dict(dropped))
-        keys = [episode.key for group in ordered.groups for episode in group.scored]
-        learned = TokenResults.of(keys, ordered.batch, report.log_pi_N, report.teacher_scores_N)
-        state.flow.record_trained(ordered.groups, report, ordered.ages, learned)
+        state.flow.record_trained(ordered.groups, report, report.ages, report.learned)
         state.board.progress()
         # The copy of the weights was ordered with the step, so the learner makes it without waiting for this loop.
         publication = await ordered.snapshot
@@ -103,12 +101,12 @@ class LearningLoop:
             stats=ordered.stats,
             ordered_s=ordered.ordered_s,
             report=report,
-            ages=ordered.ages,
+            ages=report.ages,
             waited_s=waited_s,
             copied_s=publication.exposed_s,
             exposed_s=blocked_s + publication.exposed_s,
         )
-        self._tuning.after_step(report, ordered.ages)
+        self._tuning.after_step(report, report.ages)
         state.observers.step(state.metrics.step_done(done))
         self._stop_without_signal(ordered.groups)
 

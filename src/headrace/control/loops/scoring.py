@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import msgspec
 
-from headrace.base.errors import EnvError, NoRewards
+from headrace.base.errors import EnvError, NoRewards, StoreError
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, TokenChunk, Turn
 from headrace.base.types.messages.scorer import TrainerState
 from headrace.base.types.task import Task
@@ -25,6 +25,7 @@ from headrace.control.teaching import Teaching
 from headrace.control.turns import REWARD_NONE, ProcessRewards, assign_reward
 from headrace.flow.filters import FilterContext, rewards_of
 from headrace.flow.ledger import Ledger
+from headrace.flow.ready import UNSTORED
 from headrace.rollout.runner import remedy_of
 from headrace.rollout.scoring import Graded, ScoringContext
 
@@ -233,10 +234,9 @@ class ScoringLoop:
             context=self._context,
         )
         if not closed.reason:
-            self._failed_in_a_row = 0
             self._zero_signal.kept()
             self._record_set_aside(closed)
-            state.flow.add_scored(closed.group)
+            self._add_ready(closed)
             return
         state.flow.drop(group.number, closed.reason)
         if self._pivots is not None:
@@ -249,6 +249,23 @@ class ScoringLoop:
         self._zero_signal.dropped(closed.reason, closed.dropped_by, rewards_of(closed.group.counted))
         if self._zero_signal.length == max(2, self._zero_signal.most // 2):
             state.warn(f"{self._zero_signal.in_words()}; after {self._zero_signal.most} in a row the run ends")
+
+    def _add_ready(self, closed: ClosedGroup) -> None:
+        """Add a group that may be trained to the flow's buffer. If its columns cannot be written into the store, drop
+        it, and end the run after too many such groups in a row."""
+        state = self._state
+        try:
+            state.flow.add_scored(closed.group)
+        except StoreError as error:
+            state.warn(f"a group was dropped: {error.problem}; {error.remedy}", kind="groups that were not stored")
+            state.flow.drop(closed.group.number, UNSTORED)
+            if self._pivots is not None:
+                self._pivots.dropped(closed.group.number)
+            state.metrics.group_dropped(UNSTORED, closed.group.episodes)
+            self._last_cause = f"{UNSTORED}: {error.problem}"
+            self._stop_if_all_fail()
+        else:
+            self._failed_in_a_row = 0
 
     def _record_set_aside(self, closed: ClosedGroup) -> None:
         """Record in ledger and metrics which episodes of a kept group the filters have left out or masked."""

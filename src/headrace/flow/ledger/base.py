@@ -17,6 +17,7 @@ from typing import Protocol
 from headrace.base.types.episode import EpisodeGraph, EpisodeStatus, TokenChunk
 from headrace.base.types.group import GroupState
 from headrace.base.types.scored import TokenResults
+from headrace.base.types.stored import Stored
 from headrace.base.types.tokens import versions_of
 
 
@@ -96,8 +97,9 @@ class EndStep:
     ages: dict[int, int]
     """Number of trained tokens by age, in versions."""
     at_s: float
-    learned: TokenResults | None = None
-    """The results that the learner computed for each token of the step; ``None`` if they are not recorded."""
+    learned: TokenResults | Stored | None = None
+    """The results that the learner computed for each token of the step, or where they lie in the store of the run;
+    ``None`` if they are not recorded."""
     updates: int = 1
     """The number of updates of the weights that were made from the step's batch."""
 

@@ -17,7 +17,8 @@ from urllib.parse import quote
 
 import msgspec
 
-from headrace.base.errors import LedgerError
+from headrace.base.errors import LedgerError, StoreError
+from headrace.base.store import COLUMNS, StoreReader
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus
 from headrace.base.types.scored import TokenResults
 from headrace.flow.ledger.base import Conservation, Lengths
@@ -193,10 +194,17 @@ class Browser:
 
     def learned(self, group: int) -> TokenResults | None:
         """Return the learner's results for the tokens of the step that trained the group with the number ``group``;
-        ``None`` if they are not recorded."""
+        ``None`` if they are not recorded, or lie in the store of the run and cannot be read there."""
         rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._translated_errors():
-            return decode_token_results(rows[0][0]) if rows else None
+            found = decode_token_results(rows[0][0]) if rows else None
+            if found is None or isinstance(found, TokenResults):
+                return found
+            try:
+                read = decode_token_results(StoreReader(self._path.parent / COLUMNS).part(found[0]))
+            except StoreError:
+                return None
+        return read if isinstance(read, TokenResults) else None
 
     def before(self, key: EpisodeKey | None, limit: int) -> list[EpisodeGraph]:
         """Return up to ``limit`` episodes that come before ``key`` in the order of groups and positions, the last of

@@ -1,13 +1,19 @@
-"""Encoding and decoding of bundles: episodes that ended together, whose turns are stored column by column in the
-ledger. An *entry* is the index of an episode in its bundle.
+"""Encoding and decoding of bundles: episodes whose turns are stored column by column. The ledger has bundles of
+episodes that ended together, and the learner gets bundles of the episodes of one group, which may lie in a file. An
+*entry* is the index of an episode in its bundle.
+
+    the bundle of a group:  | sizes | ids | logprobs | versions | the other columns, encoded | padding |
 
 Shape legend: E episodes, K turns of these episodes, N tokens of these turns, one after the other.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -17,13 +23,19 @@ from headrace.base.types.episode import Branch, EpisodeGraph, StopReason, Turn
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.teacher_scores import TeacherScores
-from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
+from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens, ViewedTokens
 from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 
 MOST_TOKENS = 4096
 """Greatest number of tokens in a bundle, unless a single episode has more. It is limited because reading one episode
 means reading its whole bundle."""
 _LATEST = np.iinfo(np.int32).max
+_SIZES = struct.Struct("<qq")
+"""The head of the bundle of a group: its number of tokens N, and the number of bytes of the encoded other columns."""
+_TOKEN_BYTES = 12
+"""Size of a token in the three columns of such a bundle."""
+_ALIGNMENT = 8
+"""Such a bundle is padded to a multiple of this size, so that columns in a file are aligned."""
 
 
 class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -65,6 +77,7 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
 
 
 _CODEC = MessageCodec(_Bundle)
+_NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +92,13 @@ class Sampled:
     """The newest version of the policy that sampled a token; ``None`` if it sampled none."""
 
 
-def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]]:
-    """Yield ``episodes`` in order, in runs that each become one bundle."""
+def bundled(episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS) -> Iterator[Sequence[EpisodeGraph]]:
+    """Yield ``episodes`` in order, in runs of up to ``most_tokens`` tokens that each become one bundle or message; a
+    larger episode is a run of its own."""
     begin = tokens = 0
     for place, episode in enumerate(episodes):
         size = sum([len(turn.tokens.ids_T) for turn in episode.turns])
-        if place > begin and tokens + size > MOST_TOKENS:
+        if place > begin and tokens + size > most_tokens:
             yield episodes[begin:place]
             begin, tokens = place, 0
         tokens += size
@@ -95,10 +109,120 @@ def bundled(episodes: Sequence[EpisodeGraph]) -> Iterator[Sequence[EpisodeGraph]
 def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
     """Return ``episodes`` as the bytes of one bundle, and for each episode the number and the versions of its sampled
     tokens."""
+    bundle = _bundle(episodes)
+    return _CODEC.encode(bundle), _sampled(bundle)
+
+
+def encode_group(episodes: Sequence[EpisodeGraph]) -> bytes:
+    """Return ``episodes`` of one group as the bytes of one bundle, in which the columns of tokens lie uncompressed and
+    aligned, so that they can be used where they are."""
+    bundle = _bundle(episodes)
+    columns = (bundle.ids_N, bundle.logprobs_N, bundle.versions_N)
+    rest = _CODEC.encode(msgspec.structs.replace(bundle, ids_N=_NO_INTS, logprobs_N=_NO_FLOATS, versions_N=_NO_INTS))
+    num_tokens = len(bundle.ids_N)
+    padding = -(_SIZES.size + _TOKEN_BYTES * num_tokens + len(rest)) % _ALIGNMENT
+    return b"".join([_SIZES.pack(num_tokens, len(rest)), *(each.data for each in columns), rest, bytes(padding)])
+
+
+class GroupBundle:
+    """The decoded bundle of a group, whose columns of ids, logprobs and versions are views of its bytes. An index of an
+    episode that it does not have raises ``IndexError``."""
+
+    def __init__(self, data: memoryview) -> None:
+        """Decode ``data``, which :func:`encode_group` has made. Raises ``msgspec.MsgspecError`` for other bytes."""
+        with _invalid():
+            num_tokens, rest_bytes = _SIZES.unpack_from(data)
+            if min(num_tokens, rest_bytes) < 0:
+                raise ValueError("the bundle of a group with a negative size")
+            end = _SIZES.size + _TOKEN_BYTES * num_tokens
+            rest: _Bundle = _CODEC.decode(data[end : end + rest_bytes])
+            ids_N, logprobs_N, versions_N = _columns(data)
+            self._bundle = msgspec.structs.replace(rest, ids_N=ids_N, logprobs_N=logprobs_N, versions_N=versions_N)
+            _refuse_negative(rest, 0)
+            self._ends_E = list(accumulate(rest.turns_E, initial=0))
+            self._ends_K = list(accumulate(rest.lengths_K, initial=0))
+            counts = {len(rest.lengths_K), len(rest.authors_K), len(rest.parents_K), len(rest.stops_K)}
+            if counts != {self._ends_E[-1]} or self._ends_K[-1] != num_tokens:
+                raise ValueError(f"a bundle of {num_tokens} tokens whose columns do not fit each other")
+
+    def turns(self, entry: int) -> list[Turn]:
+        """Return the turns of the episode with the index ``entry``. Raises ``msgspec.MsgspecError`` if a rare column
+        does not fit them."""
+        with _invalid():
+            return _turns(self._bundle, entry)
+
+    def plain_tokens(self, entry: int) -> Tokens | None:
+        """Return the tokens of the episode with the index ``entry``, one turn after the other, if its turns form one
+        path and have no rare fields, as those of most episodes; else ``None``."""
+        bundle, first, last = self._bundle, self._ends_E[entry], self._ends_E[entry + 1]
+        parents = bundle.parents_K[first:last]
+        if parents[:1] != [None] or parents[1:] != list(range(last - first - 1)):
+            return None
+        if bundle.more and any(place in bundle.more for place in range(first, last)):
+            return None
+        at = slice(self._ends_K[first], self._ends_K[last])
+        return Tokens(ids_T=bundle.ids_N[at], logprobs_T=bundle.logprobs_N[at], versions_T=bundle.versions_N[at])
+
+    def lengths(self, entry: int) -> list[int]:
+        """Return the number of tokens of each turn of an episode."""
+        return self._bundle.lengths_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+
+    def authors(self, entry: int) -> list[str]:
+        """Return the author of each turn of an episode."""
+        return self._bundle.authors_K[self._ends_E[entry] : self._ends_E[entry + 1]]
+
+
+@contextmanager
+def _invalid() -> Iterator[None]:
+    """Raise an error in the body, which comes from columns that do not fit each other, as an error of msgspec."""
+    try:
+        yield
+    except (ValueError, IndexError, OverflowError, struct.error) as error:
+        raise msgspec.ValidationError(str(error)) from None
+
+
+def _refuse_negative(bundle: _Bundle, entry: int) -> None:
+    """Raise ``ValueError`` if a length in ``bundle``, or the index ``entry``, is negative."""
+    if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
+        raise ValueError("a bundle with a negative length, or whose tokens are not a column")
+
+
+def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
+    """Return the ids, logprobs and versions in ``data``, the bundle of a group, as views."""
+    num_tokens, _ = _SIZES.unpack_from(data)
+    ids_N, logprobs_N, versions_N = (
+        np.frombuffer(data, dtype, num_tokens, _SIZES.size + place * dtype.itemsize * num_tokens)
+        for place, dtype in enumerate((_NO_INTS.dtype, _NO_FLOATS.dtype, _NO_INTS.dtype))
+    )
+    return ids_N, logprobs_N, versions_N
+
+
+def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[EpisodeGraph]:
+    """Return ``episodes``, of which :func:`encode_group` has made ``data``, as new objects whose ids, logprobs and
+    versions are views of ``data``. Nothing is read. The other columns of tokens are left out: only the learner needs
+    them, and it decodes ``data``."""
+    columns, begin = _columns(data), 0
+    viewed: list[EpisodeGraph] = []
+    for episode in episodes:
+        turns: list[Turn] = []
+        for turn in episode.turns:
+            at = slice(begin, begin + len(turn.tokens.ids_T))
+            ids_T, logprobs_T, versions_T = (column[at] for column in columns)
+            tokens = ViewedTokens(
+                ids_T=ids_T, logprobs_T=logprobs_T, versions_T=versions_T, known_sampled=turn.tokens.num_sampled
+            )
+            turns.append(msgspec.structs.replace(turn, tokens=tokens, context_routing=None))
+            begin = at.stop
+        viewed.append(replace(episode, turns=turns))
+    return viewed
+
+
+def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
+    """Return ``episodes`` as one bundle."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
     more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
-    bundle = _Bundle(
+    return _Bundle(
         turns_E=[len(episode.turns) for episode in episodes],
         lengths_K=[len(turn.tokens.ids_T) for turn in turns],
         authors_K=[turn.author for turn in turns],
@@ -109,26 +233,27 @@ def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled
         versions_N=np.concatenate([span.versions_T for span in spans]),
         more=more,
     )
-    return _CODEC.encode(bundle), _sampled(bundle)
 
 
 def decode_entry(data: bytes, entry: int) -> list[Turn]:
     """Return the turns of the episode with the index ``entry`` in the bundle ``data``. Raises ``msgspec.MsgspecError``
     if ``data`` is not a valid bundle or the index does not exist."""
-    try:
-        bundle: _Bundle = _CODEC.decode(data)
-        if min([entry, *bundle.turns_E, *bundle.lengths_K]) < 0 or bundle.ids_N.ndim != 1:
-            raise ValueError("a bundle with a negative length, or whose tokens are not a column")
-        first = sum(bundle.turns_E[:entry])
-        begin = sum(bundle.lengths_K[:first])
-        turns: list[Turn] = []
-        for place in range(first, first + bundle.turns_E[entry]):
-            end = begin + bundle.lengths_K[place]
-            turns.append(_turn(bundle, place, slice(begin, end)))
-            begin = end
-        return turns
-    except (ValueError, IndexError) as error:  # columns of different lengths
-        raise msgspec.ValidationError(str(error)) from None
+    with _invalid():
+        return _turns(_CODEC.decode(data), entry)
+
+
+def _turns(bundle: _Bundle, entry: int) -> list[Turn]:
+    """Return the turns of the episode with the index ``entry`` in ``bundle``. Raises ``ValueError`` or ``IndexError``
+    if the columns of the bundle do not fit each other, or the index does not exist."""
+    _refuse_negative(bundle, entry)
+    first = sum(bundle.turns_E[:entry])
+    begin = sum(bundle.lengths_K[:first])
+    turns: list[Turn] = []
+    for place in range(first, first + bundle.turns_E[entry]):
+        end = begin + bundle.lengths_K[place]
+        turns.append(_turn(bundle, place, slice(begin, end)))
+        begin = end
+    return turns
 
 
 def _more(turn: Turn) -> _More:

@@ -12,6 +12,7 @@ from headrace.base.types.episode import Branch, EpisodeKey, StopReason, TokenChu
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.recorded import KeptSets, Routing
 from headrace.base.types.scored import TokenResults
+from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn, Tokens
 from headrace.flow.ledger.bundles import decode_entry
@@ -41,7 +42,7 @@ class _Turn(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _CODEC = MessageCodec(list[_Turn])
-_LEARNED = MessageCodec(TokenResults)
+_LEARNED = MessageCodec(TokenResults | Stored)
 
 
 def encode_turns(turns: Sequence[Turn]) -> bytes:
@@ -134,12 +135,13 @@ def join_parts(key: EpisodeKey, turn: int, prompt: str, parts: Sequence[bytes]) 
     )
 
 
-def encode_token_results(learned: TokenResults) -> bytes:
-    """Return the learner's results for the tokens of one step as the bytes that the ledger stores."""
+def encode_token_results(learned: TokenResults | Stored) -> bytes:
+    """Return the learner's results for the tokens of one step as the bytes that the ledger stores; or, if these bytes
+    lie in the store of the run, the reference to them as bytes."""
     return _LEARNED.encode(learned)
 
 
-def decode_token_results(blob: bytes) -> TokenResults:
-    """Return the learner's results that :func:`encode_token_results` encoded."""
-    learned: TokenResults = _LEARNED.decode(blob)
+def decode_token_results(blob: bytes | memoryview) -> TokenResults | Stored:
+    """Return the learner's results, or the reference to them, that :func:`encode_token_results` encoded."""
+    learned: TokenResults | Stored = _LEARNED.decode(blob)
     return learned

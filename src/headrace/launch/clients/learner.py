@@ -11,6 +11,7 @@ from pathlib import Path
 from headrace.base.clock import RealClock
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import (
+    Divided,
     LogprobsReply,
     Published,
     Saved,
@@ -19,7 +20,9 @@ from headrace.base.types.messages.controller import (
     Trained,
     Working,
 )
-from headrace.base.types.messages.learner import BatchPart, Logprobs, Publish, Resend, Save, Train
+from headrace.base.types.messages.learner import Logprobs, Publish, Resend, Save, Train
+from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.tokens import FloatColumn
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import Interrupt, WeightUpdate
@@ -27,8 +30,6 @@ from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.peer import Peer
 from headrace.learner.base import Publication
 
-PART_BYTES = 32 * 2**20
-"""Size of a part of a batch that travels as one message, in bytes; a larger sample is one message."""
 COMPUTE_DEADLINE_S = 24 * 3600.0
 """Longest wait, in seconds, for one answer of a learner that works. If it hangs or dies, the wait ends much sooner: see
 :mod:`headrace.launch.vitals`."""
@@ -69,6 +70,7 @@ class LearnerClient(RankClient):
         class, the others at :class:`~headrace.launch.clients.peer.Peer`."""
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
+        self._parts = PartCollector(Divided)
         self._announced: dict[int, asyncio.Future[Published]] = {}
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
@@ -85,30 +87,34 @@ class LearnerClient(RankClient):
         self.version = -1
         """The newest version of which the learner has taken a snapshot."""
 
-    async def train(self, batch: Batch) -> StepReport:
-        """Let the learner make one step on ``batch``, and return the report of the step, with its metrics."""
+    async def step(self, outline: BatchOutline) -> StepReport:
+        """Let the learner lay out the batch of ``outline`` and make one step on it, and return the report of the step,
+        with its metrics."""
         call = self.next_call()
         trained = self.expect(call, Trained)
-        last, num_parts = self._send_parts(call, batch)
-        self.send(Train(call=call, batch=last, num_parts=num_parts))
-        return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
+        self._send_divided(Train(call=call, outline=outline))
+        return (await self.answer(trained, f"train step {outline.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
         """Let the learner compute the logprob of each token of a batch under its present weights, and return them in
         the order of the batch's tokens."""
         call = self.next_call()
         computed = self.expect(call, LogprobsReply)
-        last, num_parts = self._send_parts(call, batch)
-        self.send(Logprobs(call=call, batch=last, num_parts=num_parts))
+        self._send_divided(Logprobs(call=call, batch=batch))
         return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
-    def _send_parts(self, call: int, batch: Batch) -> tuple[Batch, int]:
-        """Send all but the last part of a batch, for the order ``call``, which is sent next. Return the last part and
-        the number of parts that were sent."""
-        *parts, last = batch.divide(PART_BYTES)
-        for part in parts:
-            self.send(BatchPart(call=call, batch=part))
-        return last, len(parts)
+    def _send_divided(self, order: Train | Logprobs) -> None:
+        """Send an order in parts."""
+        for part in divided(order, order.call):
+            self.send(part)
+
+    def handle(self, message: object) -> None:
+        """Put an answer that comes in parts together, and deliver it; other messages are handled as those of any
+        rank."""
+        if not isinstance(message, MessagePart):
+            super().handle(message)
+        elif (answer := self._parts.add(message)) is not None:
+            self._route(answer)
 
     async def snapshot(self, version: int, slot: int) -> Publication:
         """Let the learner copy its weights to the buffer ``slot`` as ``version``, and wait until that is done. It

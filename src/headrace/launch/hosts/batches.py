@@ -1,22 +1,37 @@
-"""Batches as a rank of the learner gets them: in parts, and with references to columns that lie in the store of the run
-(kept-sets, experts), which every rank reads for itself."""
+"""The batch of a step as a rank of the learner makes it: from an outline, and from the columns to which the outline
+refers. They lie in the store of the run (tokens of large groups, kept-sets, experts), and every rank reads them for
+itself."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
-from headrace.base.errors import ComponentDied, RunError
-from headrace.base.store import COLUMNS_LOST, StoreReader, lies_in_store, read_batch, without_groups
+from headrace.base.errors import ComponentDied, RunError, StoreError
+from headrace.base.store import (
+    COLUMNS_LOST,
+    LEARNED,
+    ColumnStore,
+    StoreReader,
+    lies_in_store,
+    read_batch,
+    without_groups,
+)
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.controller import StepReport
-from headrace.base.types.messages.learner import BatchPart
+from headrace.base.types.outline import BatchOutline, GroupOutline
+from headrace.base.types.scored import TokenResults
+from headrace.flow.layout import LaidOutBatch, lay_out
+from headrace.flow.ledger.turns import encode_token_results
 from headrace.launch.starts import StoreStart
 from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 
+INLINE_RESULTS = 1 << 20
+"""The results of a step of up to this many tokens travel with its report, and stand in the ledger itself."""
 _REASONS = msgspec.msgpack.Decoder(dict[int, str])
 
 
@@ -25,63 +40,123 @@ class ReadBatch:
     """A batch whose columns are all in memory."""
 
     batch: Batch
+    laid_out: LaidOutBatch | None = None
+    """The same batch before further columns were read; ``None`` if it was not laid out here."""
     lost_tokens: int = 0
     """The number of tokens without loss because columns of their groups could not be read."""
     why: str = ""
     """The reason for the first of those groups; empty if there are none."""
 
     def told(self, report: StepReport) -> StepReport:
-        """Return the report of the step on this batch, with the tokens that lost their loss before it."""
+        """Return the report of the step on this batch for the controller, with what was found out when it was laid out,
+        and with the tokens that lost their loss before the step."""
+        if self.laid_out is not None:
+            report = self.laid_out.told(report)
         if not self.why:
             return report
         dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
-        words = (
-            f"kept-sets or experts could not be read, so that the tokens of their groups carried no loss: {self.why}"
-        )
+        words = f"columns of tokens could not be read, so that the tokens of their groups carried no loss: {self.why}"
         return msgspec.structs.replace(report, dropped_tokens=dropped, problems=(*report.problems, words))
 
 
-def put_together(last: Batch, num_parts: int, call: int, parts: Sequence[BatchPart]) -> Batch:
-    """Return the batch of the order ``call``, of which ``last`` are the last samples, and ``parts`` are the parts that
-    came before it. Raises :class:`~headrace.base.errors.RunError` if these are not its ``num_parts`` parts."""
-    own = [part.batch for part in parts if part.call == call]
-    if len(own) != num_parts or len(own) != len(parts):
-        raise RunError(
-            f"the batch of step {last.step} should come in {num_parts} parts and a rest, but {len(own)} of "
-            f"{len(parts)} parts are its own",
-            remedy="resume the run; controller and learner must have the same version of headrace",
-        )
-    return Batch.join([*own, last])
+class ResultsStore:
+    """The store of the run as rank 0 uses it for the results of large steps, which then travel as references."""
+
+    def __init__(self, start: StoreStart | None) -> None:
+        """Use the store that ``start`` describes; ``None``: there is none, and results travel with the reports."""
+        self._start = start
+        self._store: ColumnStore | None = None
+
+    def stored(self, report: StepReport) -> StepReport:
+        """Return a report with a reference in place of its results for tokens, which are written; the same report if
+        they are few or there is no store. If they cannot be written, they are left out, and the report says so."""
+        learned = report.learned
+        if self._start is None or not isinstance(learned, TokenResults) or len(learned.log_pi_L) <= INLINE_RESULTS:
+            return report
+        data = np.frombuffer(encode_token_results(learned), np.uint8)
+        try:
+            if self._store is None:
+                self._store = ColumnStore(
+                    Path(self._start.directory), LEARNED, limit_bytes=self._start.limit_bytes
+                )  # fmt: skip
+            return msgspec.structs.replace(report, learned=self._store.put(data))
+        except StoreError as error:
+            words = f"the log-probabilities of its tokens were not recorded: {error.problem}"
+            return msgspec.structs.replace(report, learned=None, problems=(*report.problems, words))
+
+
+def read_outline(outline: BatchOutline, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
+    """Return the batch of ``outline``, whose columns are all in memory; those in the store that ``start`` describes are
+    read. All ranks call this with the same outline. A group whose tokens rank 0 cannot read is left out, and the tokens
+    of a group of which it cannot read other columns carry no loss, on every rank.
+
+    Raises :class:`~headrace.base.errors.ComponentDied` on another rank that cannot read what rank 0 could, and
+    :class:`~headrace.base.errors.RunError` if there is no store.
+    """
+    stored = [group for group in outline.groups if not isinstance(group.columns, bytes)]
+    if not stored:
+        return _read_rest(lay_out(outline, _inline), start, ranks)
+    reader = StoreReader(Path(_required(start, outline.step).directory))
+    bundles: dict[int, bytes | memoryview] = {}
+    failures: dict[int, str] = {}
+    for group in outline.groups:
+        try:
+            bundles[group.number] = group.columns if isinstance(group.columns, bytes) else reader.part(group.columns)
+        except StoreError as error:
+            failures[group.number] = error.problem
+    lost = _agreed(failures, ranks)
+    whole = lay_out(outline, lambda group: None if group.number in lost else bundles[group.number])
+    found = _read_rest(whole, start, ranks)
+    if not lost:
+        return found
+    lost_tokens = found.lost_tokens + sum(group.num_loss_tokens for group in stored if group.number in lost)
+    return ReadBatch(
+        batch=found.batch, laid_out=whole, lost_tokens=lost_tokens, why=next(iter(lost.values()))
+    )  # fmt: skip
+
+
+def _read_rest(whole: LaidOutBatch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
+    """Return a batch that was laid out, with its kept-sets and experts in memory."""
+    found = read(whole.batch, start, ranks)
+    return ReadBatch(batch=found.batch, laid_out=whole, lost_tokens=found.lost_tokens, why=found.why)
 
 
 def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     """Return a batch whose columns are all in memory; those in the store that ``start`` describes are read. All ranks
     call this with the same batch. The tokens of a group of which rank 0 cannot read something carry no loss, on every
-    rank.
-
-    Raises :class:`~headrace.base.errors.ComponentDied` on another rank that cannot read what rank 0 could, and
-    :class:`~headrace.base.errors.RunError` if there is no store.
-    """
+    rank. Raises as :func:`read_outline` does."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
-    if start is None:
-        raise RunError(
-            f"the batch of step {batch.step} refers to columns in a store, and this learner has none",
-            remedy="resume the run; controller and learner must have the same version of headrace",
-        )
-    found, lost = read_batch(batch, StoreReader(Path(start.directory)))
-    reasons = {group: error.problem for group, error in lost.items()}
-    if not isinstance(ranks, SingleRank):
-        reasons = _agreed(reasons, ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None))
+    found, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
+    reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
         return ReadBatch(batch=found)
     found, lost_tokens = without_groups(found, reasons)
     return ReadBatch(batch=found, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
 
 
-def _agreed(reasons: dict[int, str], leaders: bytes) -> dict[int, str]:
-    """Return the groups that carry no loss, with the reason of each: those of rank 0, which has sent ``leaders``.
-    Raises :class:`~headrace.base.errors.ComponentDied` if ``reasons``, those of this rank, have further groups."""
+def _inline(group: GroupOutline) -> bytes:
+    """Return the bundle of a group that came with the outline."""
+    assert isinstance(group.columns, bytes)
+    return group.columns
+
+
+def _required(start: StoreStart | None, step: int) -> StoreStart:
+    """Return the store of the run. Raises :class:`~headrace.base.errors.RunError` if this learner has none."""
+    if start is None:
+        raise RunError(
+            f"the batch of step {step} refers to columns in a store, and this learner has none",
+            remedy="resume the run; controller and learner must have the same version of headrace",
+        )
+    return start
+
+
+def _agreed(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
+    """Return the groups that carry no loss, with the reason of each: those of rank 0. ``reasons`` are those of this
+    rank. Raises :class:`~headrace.base.errors.ComponentDied` if this rank has further groups."""
+    if isinstance(ranks, SingleRank):
+        return reasons
+    leaders = ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None)
     known: dict[int, str] = _REASONS.decode(leaders)
     further = [why for group, why in reasons.items() if group not in known]
     if further:

@@ -40,16 +40,19 @@ from headrace.base.types.messages.controller import (
     Ready,
     Saved,
     SnapshotTaken,
+    StepReport,
     Trained,
     Working,
 )
 from headrace.base.types.messages.engine import Announce
-from headrace.base.types.messages.learner import BatchPart, Logprobs, Message, Publish, Resend, Save, Train
+from headrace.base.types.messages.learner import Divided, Logprobs, Message, Publish, Resend, Save, Train
+from headrace.base.types.messages.parts import MessagePart, PartCollector, divided
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.trace import Span
 from headrace.base.types.weights import WeightUpdate
 from headrace.launch.channel import PartChannel
 from headrace.launch.hosts import EXIT_RANK_LOST
-from headrace.launch.hosts.batches import ReadBatch, put_together, read
+from headrace.launch.hosts.batches import ReadBatch, ResultsStore, read, read_outline
 from headrace.launch.hosts.facts import machine_facts
 from headrace.launch.lending import AnyCores, cores
 from headrace.launch.starts import LearnerStart, StoreStart
@@ -173,22 +176,19 @@ class OrderStream:
         self.channel = channel
         self.ranks = ranks
         self._columns = columns
+        self._results = ResultsStore(columns)
         self._codec = MessageCodec(Message)
 
     def receive(self) -> Iterator[Order]:
-        """Yield the controller's orders one after the other, the same on every rank, each with its whole batch: rank 0
-        receives the messages and passes them on. This never ends. Raises :class:`~headrace.base.errors.RunError` if a
-        part of a batch has not come."""
-        parts: list[BatchPart] = []
+        """Yield the controller's orders one after the other, the same on every rank, those in parts put together: rank
+        0 receives the messages and passes them on. This never ends. Raises :class:`~headrace.base.errors.RunError` if a
+        part of an order has not come."""
+        parts = PartCollector(Divided)
         for message in self._messages():
-            if isinstance(message, BatchPart):
-                parts.append(message)
-            elif isinstance(message, Train | Logprobs):
-                batch = put_together(message.batch, message.num_parts, message.call, parts)
-                parts.clear()
-                yield msgspec.structs.replace(message, batch=batch, num_parts=0)
-            else:
+            if not isinstance(message, MessagePart):
                 yield message
+            elif (order := parts.add(message)) is not None:
+                yield order
 
     def _messages(self) -> Iterator[Message]:
         """Yield the controller's messages one after the other, the same on every rank. This never ends."""
@@ -205,10 +205,26 @@ class OrderStream:
         time."""
         return read(batch, self._columns, self.ranks)
 
+    def read_outline(self, outline: BatchOutline) -> ReadBatch:
+        """Return the batch of an outline with the columns that lie in the store; all ranks must call this at the same
+        time."""
+        return read_outline(outline, self._columns, self.ranks)
+
     def answer(self, message: Any) -> None:
         """Send ``message`` to the controller if this is rank 0; on other ranks, do nothing."""
         if self.ranks.is_leader:
             self.channel.send(message)
+
+    def with_stored_results(self, report: StepReport) -> StepReport:
+        """Return the report of a step for the controller, with a reference in place of many results for tokens; only
+        rank 0 answers, and writes them."""
+        return self._results.stored(report) if self.ranks.is_leader else report
+
+    def answer_divided(self, message: Trained | LogprobsReply) -> None:
+        """Send an answer that may be of any size to the controller, in parts, if this is rank 0; on other ranks, do
+        nothing."""
+        for part in divided(message, message.call) if self.ranks.is_leader else ():
+            self.channel.send(part)
 
     def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
         """Wait for orders on rank 0, and pass each on to the other ranks and yield it. If none comes for a while, send
@@ -300,7 +316,7 @@ class LearnerHost:
             if isinstance(message, Shutdown):
                 return
             unit = progress.at(type(message).__name__, _in_words(message))
-            with unit, self._cores.unit(message.batch.num_tokens if isinstance(message, Train) else None):
+            with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             self._cores.rest()
 
@@ -308,15 +324,15 @@ class LearnerHost:
         """Carry out one order of the controller, and answer it with the result. The order to publish is answered a
         second time from a thread, when the version is announced."""
         match message:
-            case Train(call=call, batch=batch):
-                found = self._orders.read(batch)
-                report = found.told(self._core.train(found.batch))
-                self._orders.answer(Trained(call=call, report=report, spans=self._core.take_spans()))
+            case Train(call=call, outline=outline):
+                found = self._orders.read_outline(outline)
+                report = self._orders.with_stored_results(found.told(self._core.train(found.batch)))
+                self._orders.answer_divided(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
                 found = self._orders.read(batch)
                 if found.why:
                     raise StoreError(found.why, remedy="look at the folder 'columns' of the run's directory")
-                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
+                self._orders.answer_divided(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
             case Publish():
                 self._publish(message)
             case Resend():
@@ -415,8 +431,8 @@ def _in_words(order: Order) -> str:
     """Return a description of an order as the work that the learner is busy with, such as ``step 12``, for the
     heartbeat."""
     match order:
-        case Train(batch=batch):
-            return f"step {batch.step}"
+        case Train(outline=outline):
+            return f"step {outline.step}"
         case Logprobs():
             return "log-probabilities of a batch"
         case Publish(version=version):

@@ -22,6 +22,7 @@ from headrace.base.types.messages.rollout import (
 from headrace.base.types.task import Task
 from headrace.engine.fleet import Fleet
 from headrace.engine.fleet.router import EngineState
+from headrace.flow.ledger.bundles import bundled
 from headrace.flow.ledger.streams import RunningTurns
 from headrace.launch.channel import AnswerListener, DirectOrders, PartChannel, answers_address
 from headrace.launch.clients.engine import EngineClient
@@ -33,6 +34,9 @@ from headrace.rollout import EpisodeLimits, EpisodeRunner, Withdrawal
 from headrace.rollout.agents import POLICY_ALONE, Agents
 from headrace.rollout.environments import SingleTurn
 from headrace.rollout.siblings import OnEnded, SiblingRunner
+
+MOST_REPORTED_TOKENS = 1 << 20
+"""The most tokens of episodes in one report, unless a single episode has more; they take about 16 MiB."""
 
 
 def run_rollout(start: RolloutStart, channel: PartChannel) -> None:
@@ -194,7 +198,8 @@ class RolloutShard:
             """Report episodes that have ended together."""
             for episode in ended:
                 self._turns.ended(episode.key)
-            self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(ended)))
+            for episodes in bundled(ended, MOST_REPORTED_TOKENS):
+                self._channel.send(EpisodesEnded(call=order.call, episodes=tuple(episodes)))
 
         if order.together and self._siblings is not None:
             await self._siblings.run(order.group, len(order.places), order.task, report)

@@ -157,11 +157,11 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
 
 
 def _idle_store(facts: ModelFacts) -> Broken:
-    """Return whether ``flow.columns`` is set although the run records neither kept-sets nor experts."""
+    """Return whether ``flow.columns.keep`` is set although the run records neither kept-sets nor experts."""
     learner, engine = facts.config.learner, facts.config.engine
     truncated = engine.top_k > 0 or engine.top_p < 1 or engine.min_p > 0
     records = (truncated and learner.keep_sampling_mask) or (facts.routes and learner.keep_routing)
-    return facts.config.flow.columns != ColumnsConfig() and not records
+    return facts.config.flow.columns.keep != ColumnsConfig().keep and not records
 
 
 MODEL: tuple[SettingsRule[ModelFacts], ...] = (
@@ -175,9 +175,9 @@ MODEL: tuple[SettingsRule[ModelFacts], ...] = (
     SettingsRule(
         keys=("flow.columns", "engine.top_k", "learner.keep_routing"),
         broken=_idle_store,
-        reason="flow.columns is set, and this run records neither kept-sets (engine.top_k, top_p or min_p with "
+        reason="flow.columns.keep is set, and this run records neither kept-sets (engine.top_k, top_p or min_p with "
         "learner.keep_sampling_mask) nor experts (a mixture with learner.keep_routing) that could lie in a store",
-        remedy="leave flow.columns out",
+        remedy="leave flow.columns.keep out",
     ),
 )
 """The rules that are checked when the tokenizer is loaded."""

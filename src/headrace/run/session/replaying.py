@@ -22,8 +22,8 @@ from headrace.base.store import COLUMNS, StoreReader, read_batch
 from headrace.base.types.batch import Batch
 from headrace.base.types.scored import ScoredGroup
 from headrace.control.credit import credit
-from headrace.control.loops.feeding import collate, without_stale, without_untaught
 from headrace.control.loops.syncing import version_checksum
+from headrace.flow.layout import inline, lay_out, outline_of
 from headrace.flow.ledger import Ledger
 from headrace.launch.config import threads
 from headrace.learner.base import LearnerContext
@@ -130,6 +130,6 @@ def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...
     flow = config.flow
     weight = 1.0 if flow.pivots is None else flow.pivots.weight
     agents = config.model.adapter_agents
-    batch = collate(step, groups, credit(config.algo, groups, branch_weight=weight), agents)
     oldest = step - flow.greatest_age if flow.policy.masks_stale else None
-    return without_stale(without_untaught(batch)[0], oldest)[0]
+    credits = credit(config.algo, groups, branch_weight=weight)
+    return lay_out(outline_of(step, groups, credits, agents=agents, oldest_version=oldest), inline).batch

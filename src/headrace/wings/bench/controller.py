@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.resources import as_file, files
 from typing import Any
 
+from headrace.wings.bench import controller_batch
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 
 Spec = dict[str, Any]
@@ -85,7 +86,8 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
         if before:
             ratio = now / statistics.median(row[figure] for row in found["before"])
             targets.append(at_least(f"{name}: {figure} / before", ratio, 1.0, "ratio"))
-    return report(rows, targets)
+    of_batch = controller_batch.measure(lambda spec: _run(sys.executable, spec), on_progress, quick=quick)
+    return report([*rows, *of_batch[0]], [*targets, *of_batch[1]])
 
 
 def _run(python: str, spec: Spec) -> Row:

@@ -1,15 +1,16 @@
 """The process of many engines without a model for the controller benchmark. They answer over the real sockets of
 engines, as fast as they can, with tokens that mean nothing.
 
-    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS
+    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS SLOTS
 
 DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
-eight experts in each of LAYERS layers, which lie in a store where the package has one. The process reads the secret of
-the run from its input, and ends with the process that started it.
+eight experts in each of LAYERS layers, which lie in a store where the package has one. An engine samples SLOTS
+sequences at a time. The process reads the secret of the run from its input, and ends with the process that started it.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Iterator
@@ -65,12 +66,14 @@ class _IdleEngine:
 class IdleEngines:
     """The engines of this process, and the loop that serves them."""
 
-    def __init__(self, directory: Path, num: int, flush: int, layers: int, token: str) -> None:
+    def __init__(self, directory: Path, num: int, token: str, *, flush: int, layers: int, slots: int) -> None:
         """Connect to the controller's sockets of ``num`` engines in ``directory``. Chunks have up to ``flush``
-        tokens with experts of ``layers`` layers; ``token`` proves that the engines are of this run."""
+        tokens with experts of ``layers`` layers, and an engine samples ``slots`` sequences at a time; ``token`` proves
+        that the engines are of this run."""
         self._codec = MessageCodec(engine.Message)
         self._flush = flush
         self._layers = layers
+        self._slots = slots
         self._store = ColumnStore(directory / COLUMNS, "engines") if layers and ColumnStore is not None else None
         self._context = zmq.Context(4)
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
@@ -147,7 +150,7 @@ class IdleEngines:
 
     def _sample(self, one: _IdleEngine) -> Iterator[TokenChunk]:
         """Yield the next chunk of each running sequence of an engine."""
-        for request_id, left in list(one.left.items()):
+        for request_id, left in list(itertools.islice(one.left.items(), self._slots)):
             size = min(left, self._flush)
             one.generated += size
             one.left[request_id] -= size
@@ -180,5 +183,6 @@ class IdleEngines:
 
 
 if __name__ == "__main__":
-    _num, _flush, _layers = (int(argument) for argument in sys.argv[2:])
-    IdleEngines(Path(sys.argv[1]), _num, _flush, _layers, sys.stdin.readline().strip()).serve()
+    _num, _flush, _layers, _slots = (int(argument) for argument in sys.argv[2:])
+    _token = sys.stdin.readline().strip()
+    IdleEngines(Path(sys.argv[1]), _num, _token, flush=_flush, layers=_layers, slots=_slots).serve()

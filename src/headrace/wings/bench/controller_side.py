@@ -62,6 +62,13 @@ class NoLearner:
         self.ends: list[tuple[float, float, int]] = []
         """For each step: the time, the processor time of this process, and the tokens trained until then."""
 
+    async def step(self, outline: Any) -> StepReport:
+        """Lay out the batch of ``outline``, and return the report of a step that takes no time."""
+        from headrace.flow.layout import inline, lay_out  # earlier versions of the package call ``train`` instead
+
+        laid_out = lay_out(outline, inline)
+        return laid_out.told(await self.train(laid_out.batch))
+
     async def train(self, batch: Batch) -> StepReport:
         """Return the report of a step that takes no time."""
         before = self.ends[-1][2] if self.ends else 0
@@ -173,7 +180,7 @@ def settings_of(spec: dict[str, Any]) -> ControlSettings:
     """Return the settings of the controller: as many steps as make ``spec["episodes"]`` episodes, with groups that
     start as soon as the bound allows."""
     flow = FlowConfig(groups_per_step=spec["groups"], group_size=spec["group_size"], max_age=2, pacing=Eager())
-    steps = max(4, int(spec["episodes"]) // (flow.groups_per_step * flow.group_size))
+    steps = spec.get("steps") or max(4, int(spec["episodes"]) // (flow.groups_per_step * flow.group_size))
     run = RunSection(steps=steps, checkpoint_every=10**9)
     return ControlSettings(run=run, flow=flow, order=lambda number: number % NUM_TASKS)
 
@@ -183,7 +190,7 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
     the run."""
     names = [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
-    numbers = (len(names), spec["flush"], spec.get("layers", 0))
+    numbers = (len(names), spec["flush"], spec.get("layers", 0), spec.get("slots", 1 << 30))
     command = [sys.executable, str(ENGINES), str(directory), *map(str, numbers)]
     engines = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     stack.callback(engines.wait)
@@ -197,9 +204,9 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
     ]
 
 
-async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLearner:
-    """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the
-    times."""
+async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> Any:
+    """Run a controller as ``spec`` says, with its files in ``directory``, and return its learner, which has the times:
+    ``NoLearner`` or the client of a process."""
     settings, fleet = settings_of(spec), Fleet(RealClock(), size=spec["engines"])
     flow, token = settings.flow, secrets.token_hex(16)
     ledger = SqliteLedger(directory / "ledger.sqlite", group_size=flow.group_size, groups_per_step=flow.groups_per_step)
@@ -220,6 +227,14 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLear
             listening.append(group.create_task(shards.run()))
             await shards.wait_until_complete()
             parts = replace(parts, shards=shards)
+        if spec.get("learner"):  # an earlier version of the package lays out no batch there
+            from headrace.wings.bench.controller_learner import end_learner, open_learner
+
+            learner = open_learner(directory, stack, token)
+            listening.append(group.create_task(learner.listen()))
+            ends.callback(end_learner, learner)
+            await learner.ready
+            parts = replace(parts, learner=learner, columns_shared=True)
         for client in clients:
             await client.ready
             fleet.join(client.name, client)
@@ -230,7 +245,6 @@ async def run(spec: dict[str, Any], directory: Path, stack: ExitStack) -> NoLear
             task.cancel()
     for client in clients:
         client.close()
-    assert isinstance(parts.learner, NoLearner)
     return parts.learner
 
 
@@ -243,13 +257,24 @@ def main(spec: dict[str, Any]) -> dict[str, float]:
     seconds, cpu_s, tokens = (float(last - first) for first, last in zip(ends[0], ends[-1], strict=True))
     episodes = (len(ends) - 1) * spec["groups"] * spec["group_size"]
     return {
+        **({} if isinstance(learner, NoLearner) else learner.figures()),
         "episodes": episodes,
         "seconds": seconds,
         "episodes_s": episodes / seconds,
         "tokens_s": tokens / seconds,
         "cpu_us_per_episode": cpu_s / episodes * 1e6,
-        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "peak_mb": _peak_mb(),
     }
+
+
+def _peak_mb() -> float:
+    """Return the most memory that this process has had, in MiB. That of the process which started it does not count,
+    as it does in the figure of ``getrusage``."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    (line,) = [line for line in status.read_text(encoding="utf-8").splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
 
 
 if __name__ == "__main__":

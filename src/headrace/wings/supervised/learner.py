@@ -31,7 +31,7 @@ from headrace.base.heap import gc_frozen
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import MessageCodec
 from headrace.base.types.messages.controller import Failure, Saved, StepReport, Trained
-from headrace.base.types.messages.learner import Save, Train
+from headrace.base.types.messages.learner import Save
 from headrace.base.types.trace import Span
 from headrace.launch.clients.peer import error_of
 from headrace.launch.hosts import EXIT_RANK_LOST, EXIT_REPORTED
@@ -111,6 +111,12 @@ class RankStart(msgspec.Struct, frozen=True, kw_only=True):
         return RankPlace(rank=self.rank, local_rank=self.rank, world=self.world)
 
 
+class TrainBatch(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The order to make one step on a batch."""
+
+    batch: Batch
+
+
 class Evaluate(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to compute the loss of a batch without training."""
 
@@ -127,7 +133,7 @@ class Loaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The first answer of rank 0: the model is loaded on all ranks."""
 
 
-Order = Train | Evaluate | Save
+Order = TrainBatch | Evaluate | Save
 Answer = Loaded | Trained | Evaluated | Saved | Failure
 
 
@@ -209,7 +215,7 @@ class RankedLearner:
 
     def train(self, batch: Batch) -> StepReport:
         """Make one step on ``batch``, and return its report."""
-        answer = self._order(Train(call=batch.step, batch=batch))
+        answer = self._order(TrainBatch(batch=batch))
         assert isinstance(answer, Trained)
         self._spans += answer.spans
         return answer.report
@@ -349,9 +355,9 @@ def _serve(core: LearnerCore, ranks: AnyRanks, pipe: Connection, codec: MessageC
 def _carry_out(core: LearnerCore, order: Order) -> Answer:
     """Carry out ``order``, and return the answer to it."""
     match order:
-        case Train(call=call, batch=batch):
+        case TrainBatch(batch=batch):
             report = core.train(batch)
-            return Trained(call=call, report=report, spans=core.take_spans())
+            return Trained(call=0, report=report, spans=core.take_spans())
         case Evaluate(batch=batch):
             return Evaluated(metrics=core.evaluate(batch))
         case Save(call=call, directory=directory):

@@ -16,6 +16,9 @@ import numpy.typing as npt
 
 from headrace.base.types import chat
 from headrace.base.types.episode import EpisodeGraph, TokenChunk
+from headrace.base.types.messages.parts import MessagePart
+from headrace.base.types.scored import TokenResults
+from headrace.base.types.stored import Stored
 from headrace.base.types.teacher_scores import TeacherScores
 from headrace.base.types.tokens import FloatColumn, IntColumn
 from headrace.base.types.trace import Span
@@ -171,7 +174,8 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     dropped_tokens: dict[str, int]
     """The number of tokens of the batch that could not carry loss, by reason."""
     log_pi_N: FloatColumn
-    """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss."""
+    """log π of each token of the batch under the weights before the step; NaN for tokens that carried no loss. Empty
+    where ``learned`` has it."""
     seconds: float
     """How long forward pass, backward pass and update took, in seconds."""
     teacher_scores_N: TeacherScores | None = None
@@ -181,6 +185,12 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True):
     """The number of updates of the weights that were made from the batch."""
     problems: tuple[str, ...] = ()
     """What went wrong in the step without ending it, each in words."""
+    ages: dict[int, int] = {}
+    """The number of tokens of the batch that carry loss, by age in versions; empty unless the learner has laid the
+    batch out."""
+    learned: TokenResults | Stored | None = None
+    """The results of the tokens that carried loss, or where they lie in the store of the run; ``None`` unless the
+    learner has laid the batch out."""
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -344,6 +354,8 @@ Answer = (
     | Done
 )
 """Every message that answers an order, matched by its ``call``."""
+Divided = Trained | LogprobsReply
+"""The answers that travel in parts, since they may be of any size."""
 Timed = Chunks | Trained | SnapshotTaken | Saved
 """Every message whose ``spans`` say what the part was busy with."""
 Message = (
@@ -359,5 +371,6 @@ Message = (
     | EpisodesEnded
     | TurnsGrown
     | Noted
+    | MessagePart
     | Answer
 )

@@ -10,24 +10,17 @@ import msgspec
 
 from headrace.base.types.batch import Batch
 from headrace.base.types.messages.codec import Shutdown
+from headrace.base.types.messages.parts import MessagePart
+from headrace.base.types.outline import BatchOutline
 from headrace.base.types.weights import Interrupt
-
-
-class BatchPart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some samples of the batch of the order ``call``, which follows: no message grows with the batch."""
-
-    call: int
-    batch: Batch
 
 
 class Train(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The order to make one step on a batch: one update of the weights, or several, as the settings say."""
 
     call: int
-    batch: Batch
-    """The last samples of the batch, or all of them."""
-    num_parts: int = 0
-    """The number of messages with the samples before them."""
+    outline: BatchOutline
+    """What the batch is laid out from."""
 
 
 class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -36,9 +29,6 @@ class Logprobs(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     call: int
     batch: Batch
-    """The last samples of the batch, or all of them."""
-    num_parts: int = 0
-    """The number of messages with the samples before them."""
 
 
 class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -76,4 +66,6 @@ class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     directory: str
 
 
-Message = BatchPart | Train | Logprobs | Publish | Resend | Save | Shutdown
+Divided = Train | Logprobs
+"""The orders that travel in parts, since they may be of any size."""
+Message = MessagePart | Divided | Publish | Resend | Save | Shutdown

@@ -1,0 +1,66 @@
+"""Messages of any size, which travel in parts: no message of a channel grows with the batch of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from headrace.base.errors import RunError
+from headrace.base.types.messages.codec import MessageCodec
+
+PART_BYTES = 32 * 2**20
+"""The most bytes of an encoded message that travel in one part."""
+
+
+class MessagePart(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A part of an encoded message. The parts of a message follow one another in their order."""
+
+    of: int
+    """The number of the order that the message is, or that it answers."""
+    number: int
+    """The index of the part, from 0."""
+    num_parts: int
+    """The number of parts of the message."""
+    data: memoryview
+
+
+_ENCODER = MessageCodec(Any)
+
+
+def divided(message: Any, call: int) -> Iterator[MessagePart]:
+    """Yield the parts of a message, at least one. ``call`` is the number of the order that it is or answers."""
+    data = memoryview(_ENCODER.encode(message))
+    starts = range(0, len(data), PART_BYTES)
+    for number, start in enumerate(starts):
+        yield MessagePart(of=call, number=number, num_parts=len(starts), data=data[start : start + PART_BYTES])
+
+
+class PartCollector:
+    """Puts the parts of messages together again. One sender's messages arrive here, one after the other."""
+
+    def __init__(self, receives: Any) -> None:
+        """Begin without parts. ``receives`` is the union of the message types that may come in parts."""
+        self._codec = MessageCodec(receives)
+        self._parts: list[MessagePart] = []
+
+    def add(self, part: MessagePart) -> Any | None:
+        """Return the message of which ``part`` is the last part; ``None`` while parts are missing. Raises
+        :class:`~headrace.base.errors.RunError` if the part does not follow those before it, or the message is none."""
+        if (part.of, part.number) != (self._parts[0].of if self._parts else part.of, len(self._parts)):
+            raise RunError(
+                f"part {part.number + 1} of {part.num_parts} of order {part.of} came after {len(self._parts)} parts",
+                remedy="resume the run; controller and learner must have the same version of headrace",
+            )
+        self._parts.append(part)
+        if len(self._parts) < part.num_parts:
+            return None
+        parts, self._parts = self._parts, []
+        try:
+            return self._codec.decode(parts[0].data if len(parts) == 1 else b"".join([each.data for each in parts]))
+        except msgspec.DecodeError as error:
+            raise RunError(
+                f"the parts of order {part.of} are not a message: {error}",
+                remedy="resume the run; controller and learner must have the same version of headrace",
+            ) from None

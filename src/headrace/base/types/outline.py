@@ -1,0 +1,47 @@
+"""The outline of a batch: what the learner gets in place of the batch itself. It has the decisions of the controller,
+and for each group the place of its tokens or, if they are few, the tokens. Each rank lays the batch out from it.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from headrace.base.types.stored import StoredRows
+
+
+class GroupOutline(msgspec.Struct, frozen=True, kw_only=True):
+    """A group of a batch: which of its episodes are trained, and their credit."""
+
+    number: int
+    """The number of the group in the run."""
+    places: tuple[int, ...]
+    """The index in the group of each trained episode."""
+    entries: tuple[int, ...]
+    """The index in ``columns`` of each trained episode."""
+    credits: tuple[float | tuple[float, ...], ...]
+    """The advantage of the tokens of each trained episode: one number for all of them, or one for each of its turns."""
+    columns: bytes | StoredRows
+    """The turns of the group's episodes, encoded as the bundle of a group, or where this bundle lies in the store of
+    the run."""
+    num_tokens: int
+    """The number of tokens of the trained episodes, prompts included."""
+    num_loss_tokens: int
+    """The number of these tokens that carry loss if they can be read and nothing else excludes them."""
+
+
+class BatchOutline(msgspec.Struct, frozen=True, kw_only=True):
+    """The batch of one optimizer step, before it is laid out."""
+
+    step: int
+    """The number of the step, from 0; also the version of the learner's weights before it."""
+    groups: tuple[GroupOutline, ...]
+    """The groups with trained episodes, in the order of the batch."""
+    agents: tuple[str, ...] = ()
+    """The roles that train adapters of their own, beside the policy's."""
+    oldest_version: int | None = None
+    """Tokens of older versions carry no loss; ``None``: the version excludes no token."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Return the number of tokens of the batch, prompts included."""
+        return sum(group.num_tokens for group in self.groups)

@@ -1,0 +1,183 @@
+"""The way of a batch from the groups that a step has taken to the columns that the learner computes with.
+
+    controller                                    every rank of the learner
+    groups, credit ── outline_of ──▶ BatchOutline ── lay_out ──▶ LaidOutBatch ── masks ──▶ Batch
+
+The controller only decides: its outline of a batch names the groups, their credit, and where their tokens lie. Each
+rank reads the tokens and concatenates them. What it learns from them (ages, masked tokens) returns with its report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from headrace.base.types.batch import Batch, TrainSample
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, role_of
+from headrace.base.types.messages.controller import StepReport
+from headrace.base.types.outline import BatchOutline, GroupOutline
+from headrace.base.types.scored import Credit, ScoredGroup, TokenResults, paths
+from headrace.base.types.versions import oldest
+from headrace.flow.ledger.bundles import GroupBundle, encode_group
+from headrace.flow.policies import STALE
+
+UNTAUGHT = "untaught"
+"""The reason under which a token without loss is counted that the teacher has not scored, although it has scored others
+of the batch."""
+_NO_FLOATS = np.zeros(0, np.float32)
+
+
+def outline_of(
+    step: int,
+    groups: Sequence[ScoredGroup],
+    advantages: Sequence[Credit],
+    *,
+    agents: Sequence[str] = (),
+    oldest_version: int | None = None,
+) -> BatchOutline:
+    """Return the outline of the batch of ``step``, which trains ``groups``. ``advantages`` has the credit of each
+    episode that counts in a baseline, in order; the others are described at
+    :class:`~headrace.base.types.outline.BatchOutline`."""
+    episodes = [episode for group in groups for episode in group.counted]
+    credited = {episode.key: credit for episode, credit in zip(episodes, advantages, strict=True)}
+    outlines = [_group_outline(group, credited) for group in groups if group.scored]
+    return BatchOutline(step=step, groups=tuple(outlines), agents=tuple(agents), oldest_version=oldest_version)
+
+
+def _group_outline(group: ScoredGroup, credited: Mapping[EpisodeKey, Credit]) -> GroupOutline:
+    """Return the outline of one group; ``credited`` has the credit of its episodes by key."""
+    trained = group.scored
+    if group.columns is None:
+        entries = list(range(len(trained)))
+    else:
+        entries = [
+            entry for entry, episode in enumerate(group.episodes) if episode.status is EpisodeStatus.SCORED
+        ]  # fmt: skip
+    turns = [turn for episode in trained for turn in episode.turns]
+    return GroupOutline(
+        number=group.number,
+        places=tuple([episode.key.place for episode in trained]),
+        entries=tuple(entries),
+        credits=tuple([_plain(credited[episode.key]) for episode in trained]),
+        columns=encode_group(trained) if group.columns is None else group.columns,
+        num_tokens=sum([len(turn.tokens.ids_T) for turn in turns]),
+        num_loss_tokens=sum([turn.tokens.num_sampled for turn in turns if not turn.untrained]),
+    )
+
+
+def _plain(credit: Credit) -> float | tuple[float, ...]:
+    """Return a credit, whose numbers may be those of NumPy, in numbers of Python."""
+    return float(credit) if isinstance(credit, float) else tuple(map(float, credit))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaidOutBatch:
+    """A batch that was laid out from its outline."""
+
+    batch: Batch
+    """The batch, in which stale tokens and tokens without a teacher's score carry no loss."""
+    unmasked: Batch
+    """The batch before these tokens lost their loss."""
+    keys: list[EpisodeKey]
+    """The keys of the episodes, in the order in which the batch numbers them."""
+    ages: dict[int, int]
+    """The number of tokens that carry loss, by age in versions."""
+    masked: dict[str, int]
+    """The number of tokens that lost their loss, by reason."""
+
+    def told(self, report: StepReport) -> StepReport:
+        """Return the report of the step on this batch for the controller, which does not have the batch: with the ages
+        and the masked tokens, and with the results of the tokens that carried loss."""
+        return msgspec.structs.replace(
+            report,
+            dropped_tokens={**report.dropped_tokens, **self.masked},
+            ages=self.ages,
+            learned=TokenResults.of(self.keys, self.unmasked, report.log_pi_N, report.teacher_scores_N),
+            log_pi_N=_NO_FLOATS,
+            teacher_scores_N=None,
+        )
+
+
+def lay_out(outline: BatchOutline, read: Callable[[GroupOutline], bytes | memoryview | None]) -> LaidOutBatch:
+    """Return the batch of ``outline``. ``read`` returns the bundle of a group, or ``None`` if the group cannot be read
+    and is left out of the batch."""
+    samples: list[TrainSample] = []
+    keys: list[EpisodeKey] = []
+    for group in outline.groups:
+        data = read(group)
+        if data is None:
+            continue
+        bundle = GroupBundle(memoryview(data))
+        for place, entry, credit in zip(group.places, group.entries, group.credits, strict=True):
+            keys.append(EpisodeKey(group.number, place))
+            samples += _samples(bundle, entry, keys[-1], credit)
+    unmasked = Batch.collate(outline.step, samples, outline.agents)
+    batch, untaught = without_untaught(unmasked)
+    batch, stale = without_stale(batch, outline.oldest_version)
+    ages, counts = np.unique(batch.ages(), return_counts=True)
+    return LaidOutBatch(
+        batch=batch,
+        unmasked=unmasked,
+        keys=keys,
+        ages={int(age): int(count) for age, count in zip(ages, counts, strict=True)},
+        masked={**untaught, **stale},
+    )
+
+
+def _samples(bundle: GroupBundle, entry: int, key: EpisodeKey, credit: Credit) -> list[TrainSample]:
+    """Return the train samples of the episode ``key``, which has the index ``entry`` in ``bundle``, as
+    :func:`~headrace.base.types.scored.paths` makes them."""
+    tokens = bundle.plain_tokens(entry)
+    if tokens is None:
+        return paths(EpisodeGraph(key=key, turns=bundle.turns(entry)), credit)
+    lengths = bundle.lengths(entry)
+    return [
+        TrainSample(
+            key=key,
+            tokens=tokens,
+            mask_T=tokens.sampled_T,
+            advantage=credit if isinstance(credit, float) else np.repeat(np.array(credit, np.float32), lengths),
+            roles=tuple(zip(map(role_of, bundle.authors(entry)), lengths, strict=True)),
+        )
+    ]
+
+
+def inline(group: GroupOutline) -> bytes:
+    """Return the bundle of a group that is in memory. Use it for learners that have no store."""
+    assert isinstance(group.columns, bytes), f"group {group.number} lies in a store"
+    return group.columns
+
+
+def collate(
+    step: int, groups: Sequence[ScoredGroup], advantages: Sequence[Credit], agents: Sequence[str] = ()
+) -> Batch:
+    """Return the batch of a step, made of the trained episodes of ``groups``, which are in memory. ``advantages`` has
+    the credit of each episode that counts in a baseline, in order; ``agents`` are the roles that train adapters of
+    their own, beside the policy's."""
+    return lay_out(outline_of(step, groups, advantages, agents=agents), inline).unmasked
+
+
+def without_stale(batch: Batch, oldest_version: int | None) -> tuple[Batch, dict[str, int]]:
+    """Remove the loss of tokens that versions before ``oldest_version`` sampled; ``None``: of no tokens. Return the
+    batch, and the number of these tokens by reason, empty if there are none."""
+    if oldest_version is None:
+        return batch, {}
+    stale_N = batch.mask_N & (oldest(batch.versions_N) < oldest_version)
+    count = int(stale_N.sum())
+    if not count:
+        return batch, {}
+    return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~stale_N), {STALE: count}
+
+
+def without_untaught(batch: Batch) -> tuple[Batch, dict[str, int]]:
+    """Remove the loss of tokens that no teacher has scored, such as tokens that were recorded before a resumed run had
+    teachers. Return the batch, and the number of these tokens by reason, empty if there are none. A batch without any
+    scored token stays as it is."""
+    if batch.teacher_scores is None:
+        return batch, {}
+    mask_N = batch.mask_N & batch.teacher_scores.known_T
+    count = int(batch.mask_N.sum()) - int(mask_N.sum())
+    return (msgspec.structs.replace(batch, mask_N=mask_N), {UNTAUGHT: count}) if count else (batch, {})
