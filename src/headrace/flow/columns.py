@@ -27,7 +27,8 @@ class ColumnsConfig(Section):
 
     keep: Literal["always", "until_trained"] = "always"
     """How long the kept-sets and experts of sampled tokens are kept: with the run (``always``), or until a snapshot
-    contains the step that trained them (``until_trained``). ``headrace ledger RUN --replay``, the dashboard and older snapshots need those of all steps."""
+    contains the step that trained them (``until_trained``). ``headrace ledger RUN --replay``, the
+    dashboard and older snapshots need those of all steps."""
     limit_gb: float | None = Field(default=None, ge=1.0)
     """The most gigabytes that the store may have, ready groups included. A sequence for which it has no room fails, and
     is counted under the reason of its episode; a ready group for which it has no room is dropped, and counted as
