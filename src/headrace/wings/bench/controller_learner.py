@@ -1,96 +1,25 @@
-"""The process of a learner without a model for the controller benchmark. It lays out every batch as a real learner
-does, reads all of its columns, and trains nothing.
-
-    python -m headrace.wings.bench.controller_learner DIRECTORY
-
-DIRECTORY holds the sockets of the part ``learner`` and the store of the run. The process reads the secret of the run
-from its input, and ends when the controller tells it to.
-"""
+"""The controller's side of a learner without a model (:mod:`~headrace.wings.bench.controller_learner_worker`) in the
+controller benchmark."""
 
 from __future__ import annotations
 
-import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
-import torch
-
 from headrace.base.clock import RealClock
-from headrace.base.store import COLUMNS, COLUMNS_LOST
-from headrace.base.types.batch import Batch
+from headrace.base.store import COLUMNS_LOST
 from headrace.base.types.messages import controller as reports
 from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Ready, StepReport
-from headrace.base.types.messages.learner import Message
+from headrace.base.types.messages.controller import StepReport
 from headrace.base.types.outline import BatchOutline
-from headrace.base.types.tokens import FloatColumn
-from headrace.base.types.trace import Span
-from headrace.base.types.weights import Manifest, WeightUpdate
-from headrace.launch.channel import ControllerChannel, PartChannel, local_addresses
+from headrace.launch.channel import ControllerChannel
 from headrace.launch.clients.learner import LearnerClient
-from headrace.launch.hosts.learner import LearnerHost, OrderStream
-from headrace.launch.lending import OwnCores
-from headrace.launch.starts import StoreStart
-from headrace.learner.parallel.mesh import SingleRank
-from headrace.learner.progress import Progress
 
 NAME = "learner"
 """The name of the part."""
-
-
-class IdleCore:
-    """A learner's core that takes no time and finds the engine's log-probabilities."""
-
-    def train(self, batch: Batch) -> StepReport:
-        """Return the report of a step. Raises ``ValueError`` for columns that do not fit the tokens."""
-        problem = batch.routing.problem(batch.num_tokens) if batch.routing is not None else ""
-        if problem:
-            raise ValueError(problem)
-        return StepReport(
-            step=batch.step,
-            metrics={},
-            trained_tokens=batch.num_loss_tokens,
-            dropped_tokens={},
-            log_pi_N=batch.logprobs_N,
-            seconds=0.0,
-        )
-
-    def logprobs(self, batch: Batch) -> FloatColumn:
-        """Return the engine's logprobs."""
-        return batch.logprobs_N
-
-    def begin_save(self, directory: Path) -> Callable[[], None]:
-        """Write nothing: there are no weights."""
-        return lambda: None
-
-    def take_spans(self) -> Sequence[Span]:
-        """Return no spans."""
-        return ()
-
-
-class IdleBuffers:
-    """Buffers of weights that are empty, and their publisher."""
-
-    @property
-    def publisher(self) -> IdleBuffers:
-        """Return the publisher."""
-        return self
-
-    def copy(self, slot: int) -> None:
-        """Copy nothing."""
-
-    def announce(self, version: int, slot: int, to: Sequence[str]) -> WeightUpdate:
-        """Return an update without weights."""
-        return WeightUpdate(
-            version=version, slot=slot, path="", manifest=Manifest(entries=(), total_bytes=0), checksums=()
-        )  # fmt: skip
-
-    resend = announce
 
 
 class TimedClient(LearnerClient):
@@ -130,7 +59,7 @@ def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedClient:
     client = TimedClient(NAME, channel, token=token, on_spans=lambda spans: None, deadline_s=120.0)
     client.ends, client.channel = [], channel
     process = subprocess.Popen(
-        [sys.executable, "-m", "headrace.wings.bench.controller_learner", str(directory)],
+        [sys.executable, "-m", "headrace.wings.bench.controller_learner_worker", str(directory)],
         stdin=subprocess.PIPE,
         text=True,
     )
@@ -142,23 +71,7 @@ def open_learner(directory: Path, stack: ExitStack, token: str) -> TimedClient:
     return client
 
 
-def serve(directory: Path, token: str) -> None:
-    """Carry out orders until the one to shut down."""
-    (reports_socket,) = directory.glob(f"{NAME}.*.reports")
-    channel = PartChannel(local_addresses(directory, reports_socket.stem), Message)
-    orders = OrderStream(channel, SingleRank(torch.device("cpu")), StoreStart(directory=str(directory / COLUMNS)))
-    channel.send(Ready(token=token, pid=os.getpid(), facts={}))
-    with ThreadPoolExecutor(max_workers=1) as announcer:
-        host = LearnerHost(IdleCore(), IdleBuffers(), orders, announcer, OwnCores())  # type: ignore[arg-type]
-        host.serve(Progress(RealClock()))
-    channel.close()
-
-
 def end_learner(client: TimedClient) -> None:
     """Order the process of ``client`` to end, and close the client."""
     client.send(Shutdown())
     client.close()
-
-
-if __name__ == "__main__":
-    serve(Path(sys.argv[1]), sys.stdin.readline().strip())
