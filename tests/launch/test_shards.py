@@ -207,9 +207,10 @@ async def world(directory: Path, seed: int) -> AsyncIterator[tuple[World, asynci
             for child in made.shards.children.values():
                 await child.kill()
                 child.close()
+    # an engine that has just started may not be connected yet: its order to end is lost if the socket is closed first
+    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in made.threads])
     for client in made.every:
         client.close()
-    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in made.threads])
 
 
 def task_of(number: int) -> Task:
