@@ -164,6 +164,7 @@ class SiblingRunner:
         """Return the episode whose answer has ended with the chunk ``last``."""
         answer.running = False
         episode = EpisodeGraph(key=answer.key, turns=answer.turns(group.prompt), status=EpisodeStatus.FINISHED)
+        answer.chunks.clear()  # the turn has copies of their tokens, and siblings may run for long
         try:
             last.raise_error()
         except RequestError as error:

@@ -7,7 +7,7 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from headrace.base.types.episode import EpisodeGraph
+from headrace.base.types.episode import EpisodeGraph, EpisodeKey
 from headrace.base.types.messages.controller import EngineStats
 from headrace.base.types.metrics import as_label
 from headrace.base.types.observation import Recovery
@@ -111,8 +111,8 @@ class Attempts:
         self._env_column = env_column
         self._envs: dict[int, str] = {}
         """The environment of each group whose task names one, by group number."""
-        self._ended: list[tuple[EpisodeGraph, float, float]] = []
-        """The episodes without a span, each with its start and end."""
+        self._ended: list[tuple[EpisodeKey, float, float]] = []
+        """The keys of the episodes without a span, each with its start and end."""
 
     def begin(self, number: int, row: Mapping[str, Any]) -> None:
         """Note that the group ``number`` starts, for the task of the dataset row ``row``."""
@@ -123,14 +123,14 @@ class Attempts:
     def ended(self, episode: EpisodeGraph, start_s: float, end_s: float) -> None:
         """Note that an episode has ended, which ran from ``start_s`` to ``end_s``, in seconds on the clock."""
         episode.ended_s = end_s
-        self._ended.append((episode, start_s, end_s))
+        self._ended.append((episode.key, start_s, end_s))
 
     def spans(self) -> list[Span]:
         """Return one span of the trace for each episode that has ended since the last call."""
         ended, self._ended = self._ended, []
         return [
-            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=episode.key)
-            for episode, start_s, end_s in ended
+            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=key)
+            for key, start_s, end_s in ended
         ]
 
     def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:

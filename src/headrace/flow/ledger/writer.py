@@ -13,12 +13,14 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
-from headrace.flow.ledger.base import Ledger, Operation, Stream
+from headrace.flow.ledger.base import EndEpisode, Ledger, Operation, Stream
 
 GATHER_S = 0.025
 """Seconds for which operations are gathered before they are recorded together, unless a flush waits for them."""
 MOST_PER_TRANSACTION = 256
 """Greatest number of operations in one transaction."""
+MOST_TOKENS_PER_TRANSACTION = 1 << 18
+"""Number of tokens of ended episodes at which a transaction is full, since they stay in memory until it has ended."""
 CLOSE_S = 30.0
 """Seconds that :meth:`ThreadedWriter.close` waits for the disk."""
 
@@ -126,6 +128,7 @@ class ThreadedWriter:
         """Record the queued operations in order, several in one transaction, until the queue yields ``None``. This is
         the body of the thread."""
         gathered: list[Operation] = []
+        num_tokens = 0
         while True:
             self._pending.wait()
             self._urgent.wait(GATHER_S)
@@ -133,8 +136,9 @@ class ThreadedWriter:
             self._urgent.clear()
             while self._queue:
                 item = self._queue.popleft()
-                if isinstance(item, _Persist | asyncio.Future | None) or len(gathered) == MOST_PER_TRANSACTION:
-                    gathered = self._record(gathered)
+                full = len(gathered) == MOST_PER_TRANSACTION or num_tokens >= MOST_TOKENS_PER_TRANSACTION
+                if full or isinstance(item, _Persist | asyncio.Future | None):
+                    gathered, num_tokens = self._record(gathered), 0
                 if item is None:
                     return
                 if isinstance(item, asyncio.Future):
@@ -143,7 +147,8 @@ class ThreadedWriter:
                     self._attempt(self._ledger.persist)
                 else:
                     gathered.append(item)
-            gathered = self._record(gathered)
+                    num_tokens += _num_tokens(item)
+            gathered, num_tokens = self._record(gathered), 0
 
     def _record(self, gathered: list[Operation]) -> list[Operation]:
         """Record the gathered operations in one transaction. Return an empty list, in which the next ones are
@@ -161,6 +166,13 @@ class ThreadedWriter:
             work()
         except Exception as error:  # noqa: BLE001 - the edge of the thread: write and flush raise it
             self._error = error
+
+
+def _num_tokens(operation: Operation) -> int:
+    """Return the number of tokens that ``operation`` records, where it is an episode; else 0."""
+    if not isinstance(operation, EndEpisode):
+        return 0
+    return sum([len(turn.tokens.ids_T) for turn in operation.episode.turns])
 
 
 def _finish(future: asyncio.Future[None]) -> None:

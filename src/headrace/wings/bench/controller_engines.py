@@ -1,11 +1,12 @@
 """The process of many engines without a model for the controller benchmark. They answer over the real sockets of
 engines, as fast as they can, with tokens that mean nothing.
 
-    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS SLOTS
+    python -m headrace.wings.bench.controller_engines DIRECTORY NUM FLUSH LAYERS SLOTS RATE
 
 DIRECTORY holds the sockets of the engines ``engine-0`` to ``engine-(NUM-1)``; a chunk has up to FLUSH tokens, with
 eight experts in each of LAYERS layers, which lie in a store where the package has one. An engine samples SLOTS
-sequences at a time. The process reads the secret of the run from its input, and ends with the process that started it.
+sequences at a time, and all together RATE tokens a second, 0 for as many as they can. The process reads the secret of
+the run from its input, and ends with the process that started it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import msgspec
 import numpy as np
 import zmq
 
+from headrace.base.clock import RealClock
 from headrace.base.types.episode import StopReason, TokenChunk
 from headrace.base.types.messages import engine
 from headrace.base.types.messages.codec import MessageCodec
@@ -66,14 +68,19 @@ class _IdleEngine:
 class IdleEngines:
     """The engines of this process, and the loop that serves them."""
 
-    def __init__(self, directory: Path, num: int, token: str, *, flush: int, layers: int, slots: int) -> None:
+    def __init__(
+        self, directory: Path, num: int, token: str, *, flush: int, layers: int, slots: int, rate: int
+    ) -> None:
         """Connect to the controller's sockets of ``num`` engines in ``directory``. Chunks have up to ``flush``
-        tokens with experts of ``layers`` layers, and an engine samples ``slots`` sequences at a time; ``token`` proves
-        that the engines are of this run."""
+        tokens with experts of ``layers`` layers, and an engine samples ``slots`` sequences at a time, and all together
+        ``rate`` tokens a second; ``token`` proves that the engines are of this run."""
         self._codec = MessageCodec(engine.Message)
         self._flush = flush
         self._layers = layers
         self._slots = slots
+        self._rate = rate
+        self._sampled = 0
+        self._begun_s = 0.0
         self._store = ColumnStore(directory / COLUMNS, "engines") if layers and ColumnStore is not None else None
         self._context = zmq.Context(4)
         self._context.set(zmq.MAX_SOCKETS, 4 * num + 64)
@@ -96,16 +103,25 @@ class IdleEngines:
         starter = os.getppid()
         busy: dict[_IdleEngine, None] = {}
         while os.getppid() == starter:
-            for socket, _ in self._poller.poll(0 if busy else WAIT_MS):
+            for socket, _ in self._poller.poll(self._ahead_ms() if busy else WAIT_MS):
                 one = self._by_socket[socket]
                 for order in self._orders(socket):
                     self._handle(one, order)
                 if one.left:
                     busy[one] = None
-            for one in list(busy):
+            for one in list(busy) if not self._ahead_ms() else ():
                 self._answer(one)
                 if not one.left:
                     del busy[one]
+
+    def _ahead_ms(self) -> int:
+        """Return the milliseconds until the engines may sample on, so that they do not sample faster than they
+        should."""
+        if not self._rate:
+            return 0
+        now_s = RealClock().now()
+        self._begun_s = self._begun_s or now_s
+        return max(0, int((self._begun_s + self._sampled / self._rate - now_s) * 1000))
 
     def _answer(self, one: _IdleEngine) -> None:
         """Send the next chunk of each running sequence of an engine to the process that asked for it."""
@@ -153,6 +169,7 @@ class IdleEngines:
         for request_id, left in list(itertools.islice(one.left.items(), self._slots)):
             size = min(left, self._flush)
             one.generated += size
+            self._sampled += size
             one.left[request_id] -= size
             stop = StopReason.LENGTH if size == left else None
             if stop is not None:
@@ -183,6 +200,6 @@ class IdleEngines:
 
 
 if __name__ == "__main__":
-    _num, _flush, _layers, _slots = (int(argument) for argument in sys.argv[2:])
+    _num, _flush, _layers, _slots, _rate = (int(argument) for argument in sys.argv[2:])
     _token = sys.stdin.readline().strip()
-    IdleEngines(Path(sys.argv[1]), _num, _token, flush=_flush, layers=_layers, slots=_slots).serve()
+    IdleEngines(Path(sys.argv[1]), _num, _token, flush=_flush, layers=_layers, slots=_slots, rate=_rate).serve()

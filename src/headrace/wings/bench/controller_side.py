@@ -190,7 +190,7 @@ def open_engines(spec: dict[str, Any], directory: Path, stack: ExitStack, token:
     the run."""
     names = [f"engine-{number}" for number in range(spec["engines"])]
     channels = [ControllerChannel(directory, name, reports.Message) for name in names]
-    numbers = (len(names), spec["flush"], spec.get("layers", 0), spec.get("slots", 1 << 30))
+    numbers = (len(names), spec["flush"], spec.get("layers", 0), spec.get("slots", 1 << 30), spec.get("rate", 0))
     command = [sys.executable, str(ENGINES), str(directory), *map(str, numbers)]
     engines = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
     stack.callback(engines.wait)
