@@ -190,10 +190,9 @@ def _refuse_negative(bundle: _Bundle, entry: int) -> None:
 def _columns(data: memoryview) -> tuple[IntColumn, FloatColumn, IntColumn]:
     """Return the ids, logprobs and versions in ``data``, the bundle of a group, as views."""
     num_tokens, _ = _SIZES.unpack_from(data)
-    ids_N, logprobs_N, versions_N = (
-        np.frombuffer(data, dtype, num_tokens, _SIZES.size + place * dtype.itemsize * num_tokens)
-        for place, dtype in enumerate((_NO_INTS.dtype, _NO_FLOATS.dtype, _NO_INTS.dtype))
-    )
+    ids_N = np.frombuffer(data, np.int32, num_tokens, _SIZES.size)
+    logprobs_N = np.frombuffer(data, np.float32, num_tokens, _SIZES.size + ids_N.nbytes)
+    versions_N = np.frombuffer(data, np.int32, num_tokens, _SIZES.size + 2 * ids_N.nbytes)
     return ids_N, logprobs_N, versions_N
 
 
@@ -201,15 +200,18 @@ def with_columns_of(data: memoryview, episodes: Sequence[EpisodeGraph]) -> list[
     """Return ``episodes``, of which :func:`encode_group` has made ``data``, as new objects whose ids, logprobs and
     versions are views of ``data``. Nothing is read. The other columns of tokens are left out: only the learner needs
     them, and it decodes ``data``."""
-    columns, begin = _columns(data), 0
+    ids_N, logprobs_N, versions_N = _columns(data)
+    begin = 0
     viewed: list[EpisodeGraph] = []
     for episode in episodes:
         turns: list[Turn] = []
         for turn in episode.turns:
             at = slice(begin, begin + len(turn.tokens.ids_T))
-            ids_T, logprobs_T, versions_T = (column[at] for column in columns)
             tokens = ViewedTokens(
-                ids_T=ids_T, logprobs_T=logprobs_T, versions_T=versions_T, known_sampled=turn.tokens.num_sampled
+                ids_T=ids_N[at],
+                logprobs_T=logprobs_N[at],
+                versions_T=versions_N[at],
+                known_sampled=turn.tokens.num_sampled,
             )
             turns.append(msgspec.structs.replace(turn, tokens=tokens, context_routing=None))
             begin = at.stop
