@@ -1,4 +1,5 @@
-"""Write the table of formulas from the docstrings: ``python -m headrace.algo.formulas > docs/formulas.md``."""
+"""The generator of ``docs/formulas.md``, the table of all formulas, from the docstrings:
+``python -m headrace.algo.formulas > docs/formulas.md``."""
 
 from __future__ import annotations
 
@@ -69,12 +70,12 @@ CHAPTERS: tuple[tuple[str, str, Any], ...] = (
 
 
 def document() -> str:
-    """Return the whole text of docs/formulas.md."""
+    """Return the whole text of ``docs/formulas.md``."""
     return "\n".join([HEAD, *_chapters(), *_functions(), *_bundles()])
 
 
 def _chapters() -> Iterator[str]:
-    """Yield the chapters of the document: a heading for each kind of formula, and an entry for each of its rows."""
+    """Yield the chapters of the document: a heading for each kind of formula, and an entry for each formula."""
     for title, note, union in CHAPTERS:
         yield f"## {title}\n\n{note}\n"
         for name, kind in classes_by_kind(union).items():
@@ -92,26 +93,26 @@ def _entry(name: str, kind: type[Any]) -> Iterator[str]:
         yield "| option | default | meaning |\n|---|---|---|"
         for key, field in fields.items():
             default = "required" if field.is_required() else f"`{field.get_default(call_default_factory=True)!r}`"
-            yield f"| `{key}` | {default} | {_one_line(name, key, meanings.get(key))} |"
+            yield f"| `{key}` | {default} | {_table_cell(name, key, meanings.get(key))} |"
         yield ""
 
 
-def _one_line(name: str, key: str, description: str | None) -> str:
-    """Return the meaning of an option as one line of a Markdown table. Raises ``LookupError``, which names the option
-    ``key`` of the formula ``name``, if it has no docstring."""
+def _table_cell(name: str, key: str, description: str | None) -> str:
+    """Return ``description``, the docstring of an option, as one line of a Markdown table. Raises ``LookupError``,
+    which names the option ``key`` of the formula ``name``, if there is no docstring."""
     if not description:
         raise LookupError(f"option {key!r} of {name!r} has no docstring")
     return " ".join(description.split()).replace("``", "`").replace("|", "\\|")
 
 
 def _functions() -> Iterator[str]:
-    """Yield the Markdown of the chapters that are not made from settings: the KL estimators, the returns with the
-    critic's loss, and the metrics."""
+    """Yield the Markdown of the chapters that do not describe settings: the KL estimators, the returns and the critic's
+    loss, and the metrics."""
     yield "## Estimators of KL(π‖π_ref)\n\n`headrace.algo.kl`, and `algo.loss.kl` with `algo.loss.kl_coef` above 0.\n"
-    yield _prose(estimate) + "\n"
+    yield _docstring_text(estimate) + "\n"
     yield "## Returns and the critic\n\n`headrace.algo.gae`; in a run: the advantage `gae`, `[learner.critic]`.\n"
-    yield "### gae\n\n" + _prose(gae) + "\n"
-    yield "### value_loss\n\n" + _prose(value_loss) + "\n"
+    yield "### gae\n\n" + _docstring_text(gae) + "\n"
+    yield "### value_loss\n\n" + _docstring_text(value_loss) + "\n"
     yield "## Metrics\n\nThe metrics of every step, and of `headrace.algo.loss(...).metrics`. w = π/μ.\n"
     yield "| metric | meaning |\n|---|---|"
     for row in LOSS_METRICS:
@@ -119,7 +120,7 @@ def _functions() -> Iterator[str]:
     yield ""
 
 
-def _prose(function: Callable[..., Any]) -> str:
+def _docstring_text(function: Callable[..., Any]) -> str:
     """Return the docstring of a function without its examples."""
     text, _, _ = (inspect.getdoc(function) or "").partition("\n>>>")
     return text.strip()
@@ -133,15 +134,15 @@ def _bundles() -> Iterator[str]:
     )
     yield "| bundle | settings |\n|---|---|"
     for name, tree in BUNDLES.items():
-        yield f"| `{name}` | {'; '.join(f'{part}: {_settings(value)}' for part, value in tree.items())} |"
+        yield f"| `{name}` | {'; '.join(f'{part}: {_format_settings(value)}' for part, value in tree.items())} |"
     yield ""
 
 
-def _settings(value: Any) -> str:
-    """Return a part of a bundle as text for the table: the kind of the formula, and its options in parentheses; several
-    corrections are joined by ``and``."""
+def _format_settings(value: Any) -> str:
+    """Return a part of a bundle as text for the table: the kind of the formula, with its options in parentheses.
+    Several corrections are joined by ``and``."""
     if isinstance(value, list):
-        return " and ".join(_settings(part) for part in value)
+        return " and ".join(_format_settings(part) for part in value)
     options = ", ".join(f"{key}={option}" for key, option in value.items() if key != "kind")
     return f"{value['kind']} ({options})" if options else str(value["kind"])
 
