@@ -180,11 +180,11 @@ def take(inputs: LossInputs, samples: Sequence[int], *, packed: bool = False) ->
     order = torch.cat(at) if at else torch.zeros(0, dtype=torch.int64)
     names = [f.name for f in fields(inputs) if f.name.endswith(("_N", "_NK", "_NP"))]
     columns = {name: getattr(inputs, name) for name in names}
-    taken: Mapping[str, Any] = {name: None if value is None else value[order] for name, value in columns.items()}
+    selected: Mapping[str, Any] = {name: None if value is None else value[order] for name, value in columns.items()}
     lengths = torch.tensor([len(rows) for rows in at], dtype=torch.int64)
     samples_N = torch.arange(len(samples)).repeat_interleave(lengths)
     groups_S = None if inputs.groups_S is None else inputs.groups_S[list(samples)]
-    return replace(inputs, **{**taken, "samples_N": samples_N, "num_samples": len(samples), "groups_S": groups_S})
+    return replace(inputs, **{**selected, "samples_N": samples_N, "num_samples": len(samples), "groups_S": groups_S})
 
 
 CARRIERS = ("log_pi_N", "entropy_N", "log_pi_NK")
@@ -201,8 +201,8 @@ OPTIONAL: dict[Column, tuple[str, ...]] = {
 def leaves_of(inputs: LossInputs) -> dict[str, Any]:
     """Return copies of the columns that carry a gradient, by name. Each copy is a leaf of autograd, so that the loss
     can be differentiated with respect to it."""
-    there = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
-    return {name: column.detach().clone().requires_grad_() for name, column in there.items()}
+    columns = {name: getattr(inputs, name) for name in CARRIERS if getattr(inputs, name) is not None}
+    return {name: column.detach().clone().requires_grad_() for name, column in columns.items()}
 
 
 @dataclass(frozen=True)

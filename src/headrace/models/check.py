@@ -75,8 +75,8 @@ def check_packing(model: PreTrainedModel, path: str) -> None:
     try:
         packed_NV = forward(model, ids_N, plan, keep).float()
     except Exception as error:  # an unsupported architecture may raise anything
-        words = error.problem if isinstance(error, ModelError) else str(error)
-        raise _refusal(model, path, f"a packed forward pass fails: {words}") from error
+        reason = error.problem if isinstance(error, ModelError) else str(error)
+        raise _refusal(model, path, f"a packed forward pass fails: {reason}") from error
     _refuse_unknown_layers(model, path, plan)
     _refuse_different_limits(model, path, plan)
     model.set_attn_implementation("eager")

@@ -63,13 +63,13 @@ class LoraConfig(Section):
     @model_validator(mode="after")
     def _refuse_reserved_agents(self) -> Self:
         """Refuse names of agents that occur twice, or that peft reserves."""
-        twice = next((name for name in self.agents if self.agents.count(name) > 1), None)
-        if twice is not None:
-            raise ConfigError(f"model.lora.agents names {twice!r} twice", remedy="name each agent once")
-        taken = next((name for name in self.agents if name == "default" or name.startswith("lora_")), None)
-        if taken is not None:
+        repeated = next((name for name in self.agents if self.agents.count(name) > 1), None)
+        if repeated is not None:
+            raise ConfigError(f"model.lora.agents names {repeated!r} twice", remedy="name each agent once")
+        reserved = next((name for name in self.agents if name == "default" or name.startswith("lora_")), None)
+        if reserved is not None:
             raise ConfigError(
-                f"model.lora.agents: peft takes {taken!r} for a part of its own names", remedy="choose another name"
+                f"model.lora.agents: peft takes {reserved!r} for a part of its own names", remedy="choose another name"
             )
         return self
 

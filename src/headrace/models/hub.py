@@ -154,7 +154,7 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
         if known is not None or not fetch:
             return known or (repo if revision is None else f"{repo}@{revision}")
     try:
-        there = HfApi().model_info(repo, revision=revision)
+        info = HfApi().model_info(repo, revision=revision)
     except (GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError):
         raise
     except _failures():
@@ -162,7 +162,7 @@ def _snapshot(repo: str, revision: str | None, patterns: tuple[str, ...], *, fet
         if known is None:
             raise
         return known
-    _refuse_without_safetensors([each.rfilename for each in there.siblings or ()])
+    _refuse_without_safetensors([each.rfilename for each in info.siblings or ()])
     return _download(repo, revision, patterns, local_files_only=False)
 
 

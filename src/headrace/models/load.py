@@ -77,8 +77,8 @@ def load_model(config: ModelConfig, device: str = "cpu") -> PreTrainedModel:
         if isinstance(error, ModelError):
             raise
         _refuse_own_attention(config.path, error)
-        if lacking := _missing_of_experts(model_directory(config.path)):
-            refuse_incomplete(config.path, {"missing_keys": lacking, "mismatched_keys": []})
+        if missing := _missing_of_experts(model_directory(config.path)):
+            refuse_incomplete(config.path, {"missing_keys": missing, "mismatched_keys": []})
         words = _unknown_value(read, error) or f"{type(error).__name__}: {error}"
         raise ModelError(f"model.path={config.path!r} cannot be loaded: {words}", remedy=REMEDY) from error
     refuse_incomplete(config.path, info)
@@ -110,8 +110,8 @@ def _missing_of_experts(directory: Path) -> list[str]:
         if found := re.fullmatch(r"(.*\bexperts\.)(\d+)(\..+)", name):
             experts[found[1]].add(found[2])
             parts[found[1]].add(found[3])
-    wanted = {f"{layer}{number}{part}" for layer in experts for number in experts[layer] for part in parts[layer]}
-    return sorted(wanted - names)
+    expected = {f"{layer}{number}{part}" for layer in experts for number in experts[layer] for part in parts[layer]}
+    return sorted(expected - names)
 
 
 def _unknown_value(config: PreTrainedConfig, error: Exception) -> str:
@@ -289,9 +289,9 @@ def refuse_other_vocabulary(path: str, own: str, setting: str) -> None:
     if theirs == ours:
         return
     other = next((token for token, number in ours.items() if theirs.get(token) != number), None)
-    said = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
+    difference = f"{other!r} is {ours[other]} here and {theirs.get(other)} there" if other else "it knows more tokens"
     raise ConfigError(
-        f"{setting}={path!r} has another vocabulary than this model: {said}, so the same id means different "
+        f"{setting}={path!r} has another vocabulary than this model: {difference}, so the same id means different "
         "tokens to the two models",
         remedy="give a model of the same family, whose tokenizer has the same entries",
     )
@@ -408,7 +408,9 @@ def _refuse_own_attention(path: str, error: Exception) -> None:
 def refuse_incomplete(path: str, info: dict[str, Any]) -> None:
     """Raise :class:`ModelError` for weights that the files do not contain, according to ``info``, transformers' report
     of loading the model in ``path``. transformers would initialise them randomly and log a warning."""
-    mismatched = [f"{name} ({list(found)}, expected {list(wanted)})" for name, found, wanted in info["mismatched_keys"]]
+    mismatched = [
+        f"{name} ({list(found)}, expected {list(expected)})" for name, found, expected in info["mismatched_keys"]
+    ]
     missing = sorted(info["missing_keys"]) + sorted(mismatched)
     if missing:
         shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
@@ -472,14 +474,15 @@ def refuse_other_size(path: str, whole: PreTrainedConfig, read: PreTrainedConfig
     assert kind is not None  # refused by its settings
     with torch.device("meta"):
         model = kind(copy.deepcopy(whole))
-    wanted, held = sum(each.numel() for each in model.parameters()), num_weight_bytes(model_directory(path), 1)
-    if wanted > LARGEST_RATIO * held:
+    num_described = sum(each.numel() for each in model.parameters())
+    num_stored = num_weight_bytes(model_directory(path), 1)
+    if num_described > LARGEST_RATIO * num_stored:
         tree = json.loads((model_directory(path) / "config.json").read_text(encoding="utf-8"))
         missing = sorted(set(whole.sub_configs) - tree.keys())
-        said = f", because it has no {' and no '.join(missing)}" if missing else ""
+        reason = f", because it has no {' and no '.join(missing)}" if missing else ""
         raise ModelError(
-            f"config.json of model.path={path!r} describes a {whole.model_type} of {wanted:,} weights{said}, and the "
-            f"files hold {held:,}",
+            f"config.json of model.path={path!r} describes a {whole.model_type} of {num_described:,} "
+            f"weights{reason}, and the files hold {num_stored:,}",
             remedy="copy or fetch config.json and the weights again, from the same model",
         )
 

@@ -135,12 +135,12 @@ def add_adapter(model: PreTrainedModel, config: LoraConfig, base: str, name: str
     """
     peft = _peft()
     setattr(model, _PREFIXES, prefixes_in_base(base, model))
-    wanted = _peft_config(peft, model, config, base)
+    peft_config = _peft_config(peft, model, config, base)
     with BUILDING, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Already found a `peft_config`")  # about adapters that exist already
         torch.manual_seed(config.seed)  # noqa: TID251 - peft initialises from the global generator
         try:
-            peft.inject_adapter_in_model(wanted, model, adapter_name=name)
+            peft.inject_adapter_in_model(peft_config, model, adapter_name=name)
         except ValueError as error:
             raise ModelError(
                 f"the adapter {name!r} cannot stand beside {', '.join(adapters(model))}: {error}",
@@ -214,12 +214,12 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
     tree, tensors = read_adapter(directory)
     _refuse_other_settings(directory, tree, model.peft_config[name])
     tensors = {_name_in_model(model, key): tensor for key, tensor in tensors.items()}
-    held = _tensors_by_file_name(model, name)
-    problems = [f"{key} is missing" for key in held if key not in tensors]
-    problems += [f"{key} has no place" for key in tensors if key not in held]
+    own = _tensors_by_file_name(model, name)
+    problems = [f"{key} is missing" for key in own if key not in tensors]
+    problems += [f"{key} has no place" for key in tensors if key not in own]
     problems += [
         f"{key} is {list(tensors[key].shape)}, expected {list(tensor.shape)}"
-        for key, tensor in held.items()
+        for key, tensor in own.items()
         if key in tensors and tensors[key].shape != tensor.shape
     ]
     if problems:
@@ -232,7 +232,7 @@ def load_adapter(model: PreTrainedModel, directory: Path, name: str = "") -> Non
             f"experts = {json.dumps(bool(tree.get('target_parameters')))}",
         )
     with torch.no_grad():
-        for key, tensor in held.items():
+        for key, tensor in own.items():
             tensor.copy_(tensors[key])
 
 
@@ -283,25 +283,25 @@ def wrapped_layers(model: nn.Module) -> list[tuple[str, list[Any]]]:
     return found
 
 
-def _refuse_other_settings(directory: Path, tree: Mapping[str, Any], held: Any) -> None:
+def _refuse_other_settings(directory: Path, tree: Mapping[str, Any], in_model: Any) -> None:
     """Raise :class:`ModelError` for an adapter with another base or other settings, although its tensors may fit.
-    ``tree`` are the settings in the adapter's ``directory``, and ``held`` is peft's configuration of the adapter in the
-    model."""
-    base, here = tree.get("base_model_name_or_path"), held.base_model_name_or_path
+    ``tree`` are the settings in the adapter's ``directory``, and ``in_model`` is peft's configuration of the adapter in
+    the model."""
+    base, here = tree.get("base_model_name_or_path"), in_model.base_model_name_or_path
     if base and called(str(base)) != called(here):
         raise ModelError(
             f"the adapter in {directory} was trained on {base}, and model.path is {here}",
             remedy=f"set model.path to {base}; if that is the same model under another name, "
             f"change base_model_name_or_path in {directory / CONFIG_FILE}",
         )
-    wrong = {setting: tree.get(key) for key, setting in _KEYS.items() if tree.get(key) != getattr(held, key)}
+    wrong = {setting: tree.get(key) for key, setting in _KEYS.items() if tree.get(key) != getattr(in_model, key)}
     if wrong:
-        ours = ", ".join(f"{setting}={getattr(held, key)}" for key, setting in _KEYS.items() if setting in wrong)
+        ours = ", ".join(f"{setting}={getattr(in_model, key)}" for key, setting in _KEYS.items() if setting in wrong)
         raise ModelError(
             f"the adapter in {directory} was trained with other settings than model.lora's {ours}",
             remedy=f"set {', '.join(f'model.lora.{name} = {json.dumps(value)}' for name, value in wrong.items())}",
         )
-    plain = type(held)().to_dict()
+    plain = type(in_model)().to_dict()
     strange = sorted(key for key, value in tree.items() if value and key not in _IGNORED and value != plain.get(key))
     if strange:
         raise ModelError(
@@ -326,7 +326,7 @@ def _peft() -> Any:
 def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: str) -> Any:
     """Return peft's configuration for an adapter with the settings ``config`` of this model, which was loaded from
     ``base``."""
-    wanted, names = config.target_modules, _linear_names(peft, model)
+    targets, names = config.target_modules, _linear_names(peft, model)
     name, _, commit = (base, "", "") if pinned(base) == base else pinned(base).partition("@")
     return peft.LoraConfig(
         task_type="CAUSAL_LM",
@@ -334,7 +334,9 @@ def _peft_config(peft: Any, model: PreTrainedModel, config: LoraConfig, base: st
         revision=commit or None,
         r=config.rank,
         lora_alpha=config.alpha,
-        target_modules=_without_routers(model, names) if wanted == "all-linear" else _match_names(model, wanted, names),
+        target_modules=(
+            _without_routers(model, names) if targets == "all-linear" else _match_names(model, targets, names)
+        ),
         target_parameters=_expert_parameters(model) if config.experts else None,
         use_dora=config.use_dora,
         init_lora_weights=True if config.init == "default" else config.init,
@@ -346,12 +348,13 @@ def _match_names(model: nn.Module, ends: list[str], names: list[str]) -> list[st
     """Return the elements of ``names``, the layers that can be adapted, that end with one of ``ends``. Raises
     :class:`ModelError` for an ending without a match."""
     ends = [_name_in_model(model, end) for end in ends]  # the file of an adapter contains the names in its base
-    lost = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
-    if lost:
+    unmatched = [end for end in ends if not any(f".{name}".endswith(f".{end}") for name in names)]
+    if unmatched:
         known = sorted({name.rpartition(".")[2] for name in names})
         raise ModelError(
-            f"model.lora.target_modules: a {type(model).__name__} has no layer {', '.join(map(repr, lost))} that can "
-            "be adapted (the head and the embedding cannot; in a mixture, the layers of experts only by experts=true)",
+            f"model.lora.target_modules: a {type(model).__name__} has no layer {', '.join(map(repr, unmatched))} that "
+            "can be adapted (the head and the embedding cannot; in a mixture, the layers of experts only by "
+            "experts=true)",
             remedy=f"choose from {', '.join(known)}",
         )
     return [name for name in names if any(f".{name}".endswith(f".{end}") for end in ends)]

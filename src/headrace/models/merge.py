@@ -48,9 +48,9 @@ def export_merged(base: Path, adapter: Path, out: Path, dtype: Literal["float32"
             wrap.merge()
         model.set_submodule(name, plain)
         for key, tensor in plain.named_parameters(recurse=False):
-            moved = tensor != before[key]
-            changed += int(moved.sum())
-            lost += int((moved & (tensor.to(target) == before[key].to(target))).sum())
+            is_changed = tensor != before[key]
+            changed += int(is_changed.sum())
+            lost += int((is_changed & (tensor.to(target) == before[key].to(target))).sum())
     del model.peft_config
     whole, model = whole_checkpoint(model.config), model.to(target)
     if whole is not None:

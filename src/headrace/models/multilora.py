@@ -227,8 +227,8 @@ class MultiLora:
         for name, shape in self.shapes_of(rank=rank, parts=parts).items():
             if name.endswith(".lora_A"):
                 bound = 1.0 / math.sqrt(shape[1])
-                drawn = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-                tensors[name] = drawn.to(self.device).requires_grad_()
+                values = torch.empty(shape).uniform_(-bound, bound, generator=generator)
+                tensors[name] = values.to(self.device).requires_grad_()
             else:
                 tensors[name] = torch.zeros(shape, device=self.device).requires_grad_()
         return LoraTensors(rank=rank, scale=alpha / rank, tensors=tensors)

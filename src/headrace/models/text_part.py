@@ -146,8 +146,12 @@ class TextPlace:
         is not exactly one text part."""
         text = text_config_of(path, whole.config)
         causal = causal_class(text)
-        wanted = None if causal is None else _backbone_class(text)
-        found = [name for name, module in whole.named_modules() if wanted is not None and type(module) is wanted]
+        backbone_class = None if causal is None else _backbone_class(text)
+        found = [
+            name
+            for name, module in whole.named_modules()
+            if backbone_class is not None and type(module) is backbone_class
+        ]
         heads = [name for name, module in whole.named_modules() if module is whole.get_output_embeddings()]
         if causal is None or len(found) != 1 or len(heads) != 1:
             raise ModelError(
@@ -270,17 +274,17 @@ def _tensors_by_file(
 
     problems = []
     for candidates in (revert_weight_conversion(whole, dict(named)), named):
-        held = {name: tensor for name, tensor in candidates.items() if name in shapes}
-        there = {tensor.data_ptr() for tensor in held.values()}
-        lost = [
+        matched = {name: tensor for name, tensor in candidates.items() if name in shapes}
+        addresses = {tensor.data_ptr() for tensor in matched.values()}
+        unmatched = [
             name
             for name, tensor in candidates.items()
-            if name not in held and tensor.data_ptr() not in there  # a tied tensor needs only one of its names
+            if name not in matched and tensor.data_ptr() not in addresses  # a tied tensor needs only one of its names
         ]
-        lost += [name for name, tensor in held.items() if list(tensor.shape) != shapes[name]]
-        if not lost:
-            return {name: tensor.detach().contiguous().clone() for name, tensor in held.items()}
-        problems.append(f"{lost[0]} and {len(lost) - 1} more")
+        unmatched += [name for name, tensor in matched.items() if list(tensor.shape) != shapes[name]]
+        if not unmatched:
+            return {name: tensor.detach().contiguous().clone() for name, tensor in matched.items()}
+        problems.append(f"{unmatched[0]} and {len(unmatched) - 1} more")
     raise ModelError(
         f"the text part has no place in {base}: its files do not hold {', nor '.join(problems)}",
         remedy="export into the checkpoint that training was started from",

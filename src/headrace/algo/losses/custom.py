@@ -81,9 +81,9 @@ class Custom(AnchoredLoss):
         try:
             inspect.signature(found).bind(None, **self.options)
         except TypeError as error:
-            taken = ", ".join(inspect.signature(found).parameters)
+            parameters = ", ".join(inspect.signature(found).parameters)
             raise ConfigError(
-                f"{self.ref} takes ({taken}), and is called with the inputs and options {self.options}: {error}",
+                f"{self.ref} takes ({parameters}), and is called with the inputs and options {self.options}: {error}",
                 remedy="give the options that it takes",
             ) from None
         return found

@@ -96,15 +96,15 @@ def merge(base: Mapping[str, Any], *overrides: Mapping[str, Any], whole_kinds: b
     merged = dict(base)
     for override in overrides:
         for key, value in override.items():
-            here = merged.get(key)
-            if isinstance(here, str) and isinstance(value, Mapping):
-                here = {"kind": here}
-            if not (isinstance(here, Mapping) and isinstance(value, Mapping)):
+            current = merged.get(key)
+            if isinstance(current, str) and isinstance(value, Mapping):
+                current = {"kind": current}
+            if not (isinstance(current, Mapping) and isinstance(value, Mapping)):
                 merged[key] = value
-            elif whole_kinds and "kind" in here and value.get("kind", here["kind"]) != here["kind"]:
+            elif whole_kinds and "kind" in current and value.get("kind", current["kind"]) != current["kind"]:
                 merged[key] = dict(value)
             else:
-                merged[key] = merge(here, value, whole_kinds=whole_kinds)
+                merged[key] = merge(current, value, whole_kinds=whole_kinds)
     return merged
 
 
@@ -158,10 +158,10 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
     original = detail.get("ctx", {}).get("error")
     if isinstance(original, ConfigError):
         return original.problem, original.remedy
-    place, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
-    name, value = place.name, detail["input"]
-    if is_choice(place.form):  # pydantic reports one error per alternative: one line lists them all
-        return f"{name}={value!r}: expected {allowed(place.form)}", f"change {name}"
+    location, above = _locate(kind, detail["loc"], table), _locate(kind, detail["loc"][:-1], table)
+    name, value = location.name, detail["input"]
+    if is_choice(location.form):  # pydantic reports one error per alternative: one line lists them all
+        return f"{name}={value!r}: expected {allowed(location.form)}", f"change {name}"
     match detail["type"]:
         case "extra_forbidden":
             if name in kind.former_keys:
@@ -169,7 +169,7 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
             known = {key for model in above.models for key in model.model_fields}
             return f"{name} is not a setting", nearest(str(detail["loc"][-1]), known)
         case "missing":
-            fields = [(key, f) for model in place.models for key, f in model.model_fields.items()]
+            fields = [(key, f) for model in location.models for key, f in model.model_fields.items()]
             required = [f"{name}.{key}" for key, f in fields if f.is_required()]
             return f"{name} is missing", f"set {' and '.join(required) or name}"
         case "union_tag_invalid":
@@ -179,7 +179,7 @@ def _explain(kind: type[Section], detail: ErrorDetails, table: str) -> tuple[str
         case "unknown_name":
             return f"{name}={value!r} does not exist", detail["ctx"]["remedy"]
         case "union_tag_not_found":
-            return f"{name} does not say its kind", _name_a_kind(place, above, str(detail["loc"][-1]))
+            return f"{name} does not say its kind", _name_a_kind(location, above, str(detail["loc"][-1]))
         case "model_type" | "model_attributes_type":
             return f"{name}={value!r} is not a table of settings", f"write [{name}] and its settings below"
         case "string_type":

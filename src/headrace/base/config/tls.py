@@ -11,8 +11,8 @@ def refuse_incomplete_tls(section: str, certificate: str, key: str) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if the settings of ``section`` contain only one of the paths
     ``certificate`` and ``key`` of two PEM files. An empty path means that the file is not set."""
     if bool(certificate) != bool(key):
-        there, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
-        raise ConfigError(f"{section}.{there} is set, {section}.{missing} is not", remedy="give both files, or none")
+        present, missing = ("tls_certificate", "tls_key") if certificate else ("tls_key", "tls_certificate")
+        raise ConfigError(f"{section}.{present} is set, {section}.{missing} is not", remedy="give both files, or none")
 
 
 def server_context(certificate: str, key: str) -> ssl.SSLContext:

@@ -38,14 +38,16 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     def differences(self, other: Manifest) -> list[str]:
         """Return the differences between this layout and ``other`` in names, types and shapes, one line each; empty if
         the tensors of ``other`` fit this layout."""
-        mine = {entry.name: entry for entry in self.entries}
-        theirs = {entry.name: entry for entry in other.entries}
-        lines = [f"{name}: missing" for name in mine if name not in theirs]
-        lines += [f"{name}: not a tensor of this model" for name in theirs if name not in mine]
-        for name in mine.keys() & theirs.keys():
-            here, there = mine[name], theirs[name]
-            if (here.dtype, here.shape) != (there.dtype, there.shape):
-                lines.append(f"{name}: {there.dtype}{list(there.shape)}, expected {here.dtype}{list(here.shape)}")
+        own = {entry.name: entry for entry in self.entries}
+        others = {entry.name: entry for entry in other.entries}
+        lines = [f"{name}: missing" for name in own if name not in others]
+        lines += [f"{name}: not a tensor of this model" for name in others if name not in own]
+        for name in own.keys() & others.keys():
+            expected, actual = own[name], others[name]
+            if (expected.dtype, expected.shape) != (actual.dtype, actual.shape):
+                lines.append(
+                    f"{name}: {actual.dtype}{list(actual.shape)}, expected {expected.dtype}{list(expected.shape)}"
+                )
         return sorted(lines)
 
 

@@ -252,5 +252,5 @@ def _run(command: list[str], directory: str) -> None:
     output if it fails."""
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
     if done.returncode:
-        said = (done.stderr.strip() or "nothing").splitlines()[0]
-        raise _CannotBuild(f"{command[0]} could not compile the kernels (exit {done.returncode}): {said}")
+        message = (done.stderr.strip() or "nothing").splitlines()[0]
+        raise _CannotBuild(f"{command[0]} could not compile the kernels (exit {done.returncode}): {message}")

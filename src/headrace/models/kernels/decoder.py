@@ -191,9 +191,9 @@ def fuse_layers(model: nn.Module, ops: Kernels) -> dict[str, int]:
     if not layers:
         return {}
     with torch.inference_mode():
-        expected, room = _decode_probe(model, ops), ScratchBuffers()
+        expected, scratch = _decode_probe(model, ops), ScratchBuffers()
         for module, kind in layers.items():
-            module.forward = kind(module, ops, room)
+            module.forward = kind(module, ops, scratch)
         try:
             same = torch.equal(_decode_probe(model, ops), expected)
         except Exception:  # noqa: BLE001 - a foreign layer may raise anything

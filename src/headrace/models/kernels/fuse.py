@@ -117,13 +117,13 @@ def fuse(model: nn.Module, ops: Kernels | Unavailable | None = None, *, layers: 
 def _fuse(model: nn.Module, ops: Kernels, kept: dict[str, str], *, layers: bool) -> FuseReport:
     """Replace the operations that kernels can compute under the present parameters, and return the report. ``kept``
     receives the reasons why other modules are not replaced, by the name of the module."""
-    before_NV, seen = _record_calls(model)
+    before_NV, samples = _record_calls(model)
     swapped: Counter[str] = Counter()
     for name, module in model.named_modules():
-        candidate = _candidate_for(module, ops, seen)
-        why = None if candidate is None else _replace_if_equal(candidate, seen.get(id(module)))
-        if why is not None:
-            kept[name] = why
+        candidate = _candidate_for(module, ops, samples)
+        reason = None if candidate is None else _replace_if_equal(candidate, samples.get(id(module)))
+        if reason is not None:
+            kept[name] = reason
         elif candidate is not None:
             swapped[type(module).__name__] += 1
     try:
@@ -180,8 +180,8 @@ def _is_ambiguous(parameter: Tensor) -> bool:
 def _probe_parameter(parameter: Tensor, generator: torch.Generator) -> nn.Parameter:
     """Return a parameter of the same shape that reveals how it is used: ``parameter`` plus random numbers."""
     scale = _SHIFT if parameter.ndim < 2 else 1 / math.sqrt(parameter.shape[-1])
-    moved = parameter + scale * torch.randn(parameter.shape, generator=generator)
-    return nn.Parameter(moved, requires_grad=False)
+    changed = parameter + scale * torch.randn(parameter.shape, generator=generator)
+    return nn.Parameter(changed, requires_grad=False)
 
 
 def unfuse(model: nn.Module) -> None:
@@ -214,9 +214,9 @@ def _record_calls(model: nn.Module) -> tuple[Tensor, dict[int, AttentionSample]]
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         """Complete the recorded sample of the layer with this call of its attention module; a forward hook."""
-        seen = plan.seen[module.layer_idx]  # type: ignore[index]
-        seen.args, seen.kwargs, seen.output = args, kwargs, output
-        found[id(module)] = seen
+        sample = plan.seen[module.layer_idx]  # type: ignore[index]
+        sample.args, sample.kwargs, sample.output = args, kwargs, output
+        found[id(module)] = sample
 
     hooks = [
         module.register_forward_hook(note, with_kwargs=True) for module in model.modules() if _is_attention(module)
@@ -232,33 +232,33 @@ def _ids(model: nn.Module) -> Tensor:
     return torch.arange(sum(_PROBE)) % int(model.config.vocab_size)  # type: ignore[union-attr, arg-type, no-any-return]
 
 
-def _candidate_for(module: nn.Module, ops: Kernels, seen: Mapping[int, AttentionSample]) -> Fused | None:
+def _candidate_for(module: nn.Module, ops: Kernels, samples: Mapping[int, AttentionSample]) -> Fused | None:
     """Return a fused forward method that may replace the module's own; ``None`` for a module that no kernel computes.
-    ``seen`` are the recorded calls of attention modules, by the module's ``id``."""
+    ``samples`` are the recorded calls of attention modules, by the module's ``id``."""
     if "forward" in module.__dict__:  # another library has replaced this forward
         return None
     if type(module) is nn.Linear:
         return FusedLinear(module, ops)
     if _all_linear(module, "gate_proj", "up_proj", "down_proj") and len(list(module.parameters(recurse=False))) == 0:
         return FusedGated(module, ops)
-    if id(module) in seen and seen[id(module)].name_of_sinks(module) is not None:
-        return FusedAttention(module, ops, seen[id(module)])
+    if id(module) in samples and samples[id(module)].name_of_sinks(module) is not None:
+        return FusedAttention(module, ops, samples[id(module)])
     how = find_norm(module)
     return None if how is None else FusedNorm(module, ops, how)
 
 
-def _replace_if_equal(fused: Fused, seen: AttentionSample | None) -> str | None:
+def _replace_if_equal(fused: Fused, sample: AttentionSample | None) -> str | None:
     """Replace the forward method of ``fused.module`` by ``fused`` if both compute the same, and return ``None``;
-    otherwise return the reason why it is not replaced. ``seen`` is the recorded call of an attention module; ``None``
+    otherwise return the reason why it is not replaced. ``sample`` is the recorded call of an attention module; ``None``
     for other modules, which are compared on random rows."""
     module = fused.module
     try:
-        if seen is not None and seen.kwargs is not None:
-            wanted, given = seen.output[0], fused.compute(*seen.args, **seen.kwargs)[0]
+        if sample is not None and sample.kwargs is not None:
+            expected, actual = sample.output[0], fused.compute(*sample.args, **sample.kwargs)[0]
         else:
             probe = _probe(fused)
-            wanted, given = fused.original(probe), fused.compute(probe)
-        right = close(given, wanted)
+            expected, actual = fused.original(probe), fused.compute(probe)
+        right = close(actual, expected)
     except Exception as error:  # noqa: BLE001 - a foreign module may raise anything
         return f"it is called, or turns positions, in a way that the kernels do not know ({type(error).__name__})"
     if not right:

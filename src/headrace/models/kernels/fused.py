@@ -150,8 +150,8 @@ class FusedAttention(Fused):
         """Return queries ``[N, H, E]``, keys and values of the hidden states ``x``, as a plan accepts them, and the
         gates if there are any. ``turn`` are the cosines and sines of the rotary embedding."""
         joined = self.ops.linears(x, [part.weights() for part in self.parts])[0]
-        apart = joined.split([part.linear.out_features for part in self.parts], -1)
-        heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(apart, self.sizes, strict=True)]
+        split = joined.split([part.linear.out_features for part in self.parts], -1)
+        heads = [part.unflatten(-1, (num, -1)) for part, (num, _) in zip(split, self.sizes, strict=True)]
         query, *gate = heads[0].chunk(2, -1) if self.gated else heads[:1]
         shaped = (query, *heads[1:], *gate)
         for tensor, norm in zip(shaped[:2], self.norms, strict=True):

@@ -57,13 +57,13 @@ def _trial(kind: AttentionKind, device: torch.device, compute: Compute) -> str |
     for lengths in LENGTHS:
         tensors, rule, output_gradient = _random_inputs(kind, sum(lengths), device)
         flex = FlexPlan(lengths, device, compute=compute)
-        found, wanted = (
+        found, expected_values = (
             _output_and_gradients(plan, tensors, rule, output_gradient) for plan in (flex, PackedPlan(lengths, device))
         )
         with torch.no_grad():
             found["the output without gradients"] = flex.attend(tensors[0], tensors[1], tensors[2], rule)
-        wanted["the output without gradients"] = wanted["the output"]
-        for name, expected in wanted.items():
+        expected_values["the output without gradients"] = expected_values["the output"]
+        for name, expected in expected_values.items():
             gap = (found[name].double() - expected.double()).abs().max().item()
             scale = max(expected.double().abs().max().item(), 1e-3)
             if not gap <= TOLERANCES[kind.dtype] * scale:

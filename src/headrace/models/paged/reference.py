@@ -152,8 +152,8 @@ class _Gathered:
         query = query_RQHE.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = visible.mask_RQC if self._num_queries == 1 else visible.mask_RQC.repeat(1, groups, 1)
         out = attend_masked(query, key_RKCE, value_RKCE, mask[:, None], rule)
-        apart: Tensor = out.unflatten(2, (groups, self._num_queries))
-        return apart.permute(0, 3, 1, 2, 4).flatten(2, 3)
+        separate: Tensor = out.unflatten(2, (groups, self._num_queries))
+        return separate.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     def _gather(self, which: int, pool_PKSE: Tensor, visible: _VisibleContext, limits: tuple[int, int]) -> Tensor:
         """Return the keys (``which`` = 0) or values (1) ``[R, K, C, E]`` of the visible blocks, gathered in one copy,

@@ -58,9 +58,9 @@ class RoutedModel:
     def problem(self, experts_RLK: Experts) -> str:
         """Return why the model cannot have chosen these recorded experts, in words: a wrong shape or dtype, an unknown
         or repeated expert. Empty if it can have chosen them."""
-        wanted = (self.num_layers, self.top_k)
-        if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != wanted:
-            return f"experts of shape {experts_RLK.shape} for {wanted[0]} layers of {wanted[1]} experts per token"
+        expected = (self.num_layers, self.top_k)
+        if experts_RLK.ndim != 3 or experts_RLK.shape[1:] != expected:
+            return f"experts of shape {experts_RLK.shape} for {expected[0]} layers of {expected[1]} experts per token"
         if experts_RLK.dtype.kind != "u":
             return f"experts of dtype {experts_RLK.dtype}, expected {self.dtype}"
         if not experts_RLK.size:

@@ -191,8 +191,8 @@ class _Probe:
                 return None
         for each in itertools.chain(router.parameters(), router.buffers()):
             # all of one sign, so that the logits of a token are all large or all small
-            drawn = torch.randn(each.shape, generator=generator).abs()
-            each.copy_(-drawn / math.sqrt(each.shape[-1] if each.ndim else 1))
+            values = torch.randn(each.shape, generator=generator).abs()
+            each.copy_(-values / math.sqrt(each.shape[-1] if each.ndim else 1))
         matrix = next((each for each in router.parameters() if each.ndim == 2), None)
         if matrix is None:
             return None

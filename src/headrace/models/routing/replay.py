@@ -117,12 +117,12 @@ class RoutingReplay:
                 remedy="replay what an engine with the same model and configuration recorded",
             )
         device = next(self._routed.layers[0].router.parameters()).device
-        seen = RoutingPass(routing, self._routed, forced=forced, device=device)
-        with ContextValues({NOW: seen}):
-            yield seen
-        if seen.num_layers != self._routed.num_layers:
+        current = RoutingPass(routing, self._routed, forced=forced, device=device)
+        with ContextValues({NOW: current}):
+            yield current
+        if current.num_layers != self._routed.num_layers:
             raise ModelError(
-                f"the replay reached {seen.num_layers} of {self._routed.num_layers} routers",
+                f"the replay reached {current.num_layers} of {self._routed.num_layers} routers",
                 remedy="run the forward pass inside the with block; "
                 "if that is so, a fused kernel bypasses the router: load the model without it",
             )
@@ -130,8 +130,8 @@ class RoutingReplay:
     def _route(self, index: int, router: nn.Module, args: Any, output: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the output of a router with the recorded experts, in a pass of this replay; unchanged in any other
         pass. A forward hook of the router."""
-        seen = NOW.get()
-        return output if seen is None or seen.routed is not self._routed else seen.route(index, router, output)
+        current = NOW.get()
+        return output if current is None or current.routed is not self._routed else current.route(index, router, output)
 
 
 class RoutingRecorder:
