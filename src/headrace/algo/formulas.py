@@ -28,36 +28,37 @@ Generated from the docstrings by `python -m headrace.algo.formulas`; do not edit
 π: the policy being trained. π_old: the policy that `algo.old` names. μ: the policy that sampled the token. π_ref: a
 reference policy. ν: a teacher. r = π/π_old, ρ = π_old/μ, A: advantage, R: reward, sg: stop gradient, σ: the logistic
 function, std: standard deviation, with n − 1 in the denominator (ddof 1) or n (ddof 0) as each formula says. Losses are
-minimised. A token whose log μ is not finite leaves numerator and denominator, and is counted.
+minimised. A token whose log μ is not finite is excluded from numerator and denominator, and counted.
 
-Log-ratios are clamped to ±20, so that every exponential is finite. The clamp holds inside squares too ((log r)² of
-`kimi`, `dro`, `ipo`, k2): a token that is farther off is pulled no more.
+Log-ratios are clamped to ±20, so that every exponential is finite. The clamp also applies inside squares ((log r)² of
+`kimi`, `dro`, `ipo`, k2): the square of a token beyond the clamp has no gradient.
 
-`algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections that
-look at ρ, which is 1 then, are refused: they would count the same twice. It is the default of a run that trains tokens
-of older weights (`flow.max_age` above 0), unless it sets a correction.
-`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's first update. Where a
-batch is one update, as by default, r is 1 in value: clips, caps on r, and pulls by (log r)² do not act, and the
-correction weighs by ρ; `algo.epochs` and `algo.minibatches` make more. In a notebook π_old is the column `log_old`.
-`algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled it, so that ρ is the
-mismatch of engine and learner alone, and r what the updates since then have changed.
+`algo.old = "engine"`: π_old is μ, so that r = π/μ and the loss's own clip accounts for older weights. Corrections
+that read ρ, which is then 1, are refused: they would correct twice. This is the default of a run that trains tokens of
+older weights (`flow.max_age` above 0), unless it sets a correction.
+`algo.old = "learner"` (the default elsewhere): π_old is the learner's weights before this step's first update. If a
+batch is one update, as by default, r is 1 in value: clips, caps on r, and penalties on (log r)² have no effect, and the
+correction multiplies by ρ. `algo.epochs` and `algo.minibatches` make several updates. In a notebook, π_old is the
+column `log_old`.
+`algo.old = "sampled"`: π_old of a token is the learner's weights of the version that sampled the token, so that ρ is
+only the mismatch of engine and learner, and r is the change by the updates since then.
 
-The objective is Σ weight · (correction · loss + penalty) over tokens; all normalisation lies in the weights, which are
-made from the masks of the whole batch.
+The objective is Σ weight · (correction · loss + penalty) over tokens. All normalisation is in the weights, which are
+computed from the masks of the whole batch.
 """
 
 CHAPTERS: tuple[tuple[str, str, Any], ...] = (
     ("Losses", "`[algo.loss] kind = ...`", AnyLoss),
     (
         "Corrections",
-        "`[algo.correction] kind = ...`, or a list of tables; at most one weighs by ρ.",
+        "`[algo.correction] kind = ...`, or a list of tables; at most one multiplies by ρ.",
         AnyCorrection,
     ),
     (
         "Reductions",
         "`[algo.reduction] kind = ...`. S and P count the sequences and prompts that have a token with loss, as verl "
-        "does. TRL counts\nall sequences of a batch: its loss is smaller by the share of those without one, such as "
-        "answers that a filter masks.",
+        "does. TRL counts\nall sequences of a batch: its loss is smaller by the fraction of sequences without such a "
+        "token, such as answers that a filter masks.",
         AnyReduction,
     ),
     (
