@@ -64,7 +64,7 @@ class Kinds:
         if kind in self.own:
             return self.own[kind]
         found = self.registry.load(kind)
-        if _tags(found) != (kind,):
+        if tags_of(found) != (kind,):
             raise ConfigError(
                 f"{self.setting}.kind={kind!r}, which the package {offer.package} offers as {offer.target}, has no "
                 f"field kind: Literal[{kind!r}] = {kind!r}",
@@ -177,7 +177,7 @@ class NameOf:
         return name
 
 
-def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
+def tags_of(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
     """Return the allowed values of the field ``kind`` of a section; empty if the section has no such field."""
     return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 

@@ -21,7 +21,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from headrace.base.config.addresses import refuse_secret
-from headrace.base.config.kinds import Kinds, NameOf, classes_of
+from headrace.base.config.kinds import Kinds, NameOf, classes_of, tags_of
 from headrace.base.config.section import Section
 from headrace.base.errors import ConfigError, nearest
 
@@ -219,7 +219,7 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
     name, form = table, cast(Any, kind)
     here: list[type[pydantic.BaseModel]] = [kind]
     for part in location:
-        tagged = [model for model in here if part in _tags(model)]
+        tagged = [model for model in here if part in tags_of(model)]
         if isinstance(part, int):
             name += f"[{part}]"
             form = next(iter(get_args(form)), None)
@@ -234,11 +234,6 @@ def _locate(kind: type[Section], location: tuple[int | str, ...], table: str) ->
             name += f".{part}"
             form = get_args(form)[1]
     return _KeyLocation(name=name, models=here, form=form)
-
-
-def _tags(model: type[pydantic.BaseModel]) -> tuple[Any, ...]:
-    """Return the allowed values of the field ``kind`` of a section; empty if the section has no such field."""
-    return get_args(model.model_fields["kind"].annotation) if "kind" in model.model_fields else ()
 
 
 def _form(field: FieldInfo) -> Any:
