@@ -19,6 +19,8 @@ Tensors = tuple[Tensor, ...]
 """The inputs of a recurrence: tensors with the same leading dimensions, for sequences and tokens."""
 Key = tuple[int, int]
 """The identifier of a state: the index of its layer, and the index of the recurrence among those of the layer."""
+_SMALLEST_CHUNK = 16
+"""The smallest chunk size, in tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,3 +70,16 @@ def inside(lengths_B: Tensor, length: int) -> Tensor:
     [[True, False], [True, True]]
     """
     return torch.arange(length, device=lengths_B.device) < lengths_B[:, None]
+
+
+def chunk_size_for(length: int, largest: int) -> int:
+    """Return the chunk size, at most ``largest``, with which to compute sequences of ``length`` tokens. Every chunk is
+    computed completely, so that short sequences need small chunks.
+
+    >>> [chunk_size_for(length, 64) for length in (100, 20, 1)]
+    [64, 32, 16]
+    """
+    size = largest
+    while size > _SMALLEST_CHUNK and size >= 2 * length:
+        size //= 2
+    return size

@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.ops import Kernels
-from headrace.models.recurrent.base import StateShape, Tensors, inside
+from headrace.models.recurrent.base import StateShape, Tensors, chunk_size_for, inside
 
-_SMALLEST_CHUNK = 16
-"""The smallest chunk size, in tokens."""
 _EPSILON = 1e-6
 """The constant ε in the norm of queries and keys, as in transformers."""
 
@@ -51,8 +49,8 @@ class DeltaRule:
         # padding neither decays the state nor writes into it
         decay_BLH, rate_BLH = decay_BLH.where(here_BL1, 0.0), rate_BLH.where(here_BL1, 0.0)
         out, after = self._reference(
-            query, key, value, decay_BLH, rate_BLH, chunk_size=self._size_for(length), initial_state=state_B,
-            output_final_state=True, use_qk_l2norm_in_kernel=self._normed,
+            query, key, value, decay_BLH, rate_BLH, chunk_size=chunk_size_for(length, self._chunk_size),
+            initial_state=state_B, output_final_state=True, use_qk_l2norm_in_kernel=self._normed,
         )  # fmt: skip
         return out, after
 
@@ -73,14 +71,6 @@ class DeltaRule:
         state_RHKV.addcmul_(key[..., None], change_RHV[:, :, None])
         pool_P.index_copy_(0, slots_R, state_RHKV)
         return torch.matmul(query[:, :, None], state_RHKV)[:, :, 0].to(inputs_R[0].dtype)
-
-    def _size_for(self, length: int) -> int:
-        """Return the chunk size for sequences of ``length`` tokens. Every chunk is computed completely, so that short
-        sequences need small chunks."""
-        size = self._chunk_size
-        while size > _SMALLEST_CHUNK and size >= 2 * length:
-            size //= 2
-        return size
 
 
 def _unit_norm(vectors: Tensor) -> Tensor:

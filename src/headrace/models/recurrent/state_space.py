@@ -18,10 +18,7 @@ import torch
 from torch import Tensor
 
 from headrace.models.kernels.ops import Kernels
-from headrace.models.recurrent.base import StateShape, Tensors, inside
-
-_SMALLEST_CHUNK = 16
-"""The smallest chunk size, in tokens."""
+from headrace.models.recurrent.base import StateShape, Tensors, chunk_size_for, inside
 
 
 class StateSpace:
@@ -51,8 +48,8 @@ class StateSpace:
         # a step of 0 neither decays the state nor writes into it
         step_BLH = step_BLH.where(inside(lengths_B, length)[:, :, None], 0.0)
         out, after = self._reference(
-            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=self._size_for(length), D=self._skip_H,
-            initial_states=state_B, return_final_states=True,
+            x_BLHE, step_BLH, self._rate_H, into_BLGS, from_BLGS, chunk_size=chunk_size_for(length, self._chunk_size),
+            D=self._skip_H, initial_states=state_B, return_final_states=True,
         )  # fmt: skip
         return out, after
 
@@ -69,11 +66,3 @@ class StateSpace:
         pool_P.index_copy_(0, slots_R, state_RHES)
         out_RHE = torch.matmul(state_RHES, from_RHS[..., None])[..., 0]
         return out_RHE if self._skip_H is None else out_RHE + x_RHE * self._skip_H[:, None]
-
-    def _size_for(self, length: int) -> int:
-        """Return the chunk size for sequences of ``length`` tokens. Every chunk is computed completely, so that short
-        sequences need small chunks."""
-        size = self._chunk_size
-        while size > _SMALLEST_CHUNK and size >= 2 * length:
-            size //= 2
-        return size
