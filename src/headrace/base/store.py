@@ -296,11 +296,11 @@ def read_batch(batch: Batch, reader: StoreReader) -> tuple[Batch, dict[int, Stor
     if kept is not None:
         owners_E = np.repeat(owners_N, kept.sizes_T)
         kept, lost_ids = reader.kept_found(kept)
-        lost |= _owners(owners_E, lost_ids)
+        lost |= _errors_by_owner(owners_E, lost_ids)
     if routing is not None:
         owners_R = owners_N[routing.known_T]
         routing, lost_rows = reader.routing_found(routing)
-        lost = _owners(owners_R, lost_rows) | lost
+        lost = _errors_by_owner(owners_R, lost_rows) | lost
     return msgspec.structs.replace(batch, kept=kept, routing=routing), lost
 
 
@@ -319,7 +319,7 @@ def without_groups(batch: Batch, groups: Iterable[int]) -> tuple[Batch, int]:
     return msgspec.structs.replace(batch, mask_N=batch.mask_N & ~lost_N, kept=kept, routing=routing), count
 
 
-def _owners(owners: npt.NDArray[np.int32], lost: list[LostRows]) -> dict[int, StoreError]:
+def _errors_by_owner(owners: npt.NDArray[np.int32], lost: list[LostRows]) -> dict[int, StoreError]:
     """Return the error of each owner of lost rows: the error of its first lost range. ``owners`` contains the owner of
     every row of the column, which is the index of a group."""
     found: dict[int, StoreError] = {}

@@ -113,6 +113,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         of whole samples; a sample that is larger is a part of its own. A batch without samples is one part. The columns
         of the parts are views of this batch's columns, and the parts keep its indices of groups and episodes."""
         parts: list[Batch] = []
+        # both are running sums: the end of each sample in tokens, and in bytes
         ends_S, sizes_S = np.cumsum(self.lengths_S, dtype=np.int64), np.cumsum(self._bytes_S())
         first, before, sent = 0, 0, 0.0
         while first < len(ends_S):

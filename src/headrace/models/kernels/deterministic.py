@@ -105,6 +105,7 @@ class InvariantPlan(PackedPlan):
         super().__init__(lengths_S, device, rows_T)
         counts_R = np.asarray(lengths_S, np.int64)
         counts_R = counts_R[counts_R > 0]
+        # every row has its own consecutive blocks of the cache, from first_R on
         blocks_R = -(-counts_R // BLOCK)
         first_R = np.cumsum(blocks_R) - blocks_R
         self._num_blocks = int(blocks_R.sum())

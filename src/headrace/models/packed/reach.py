@@ -112,7 +112,7 @@ class Queries:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockTables:
-    """The relation of each block of queries to each block of keys."""
+    """The pairs of a block of queries and a block of keys between which attention is computed, as two tables."""
 
     some_IJ: npt.NDArray[np.bool_]
     """Whether the pairs of tokens of the two blocks must be tested, since some queries may attend to some keys."""
@@ -130,6 +130,7 @@ class BlockTables:
         (key_low, key_high), (end_low, end_high), (place_low, place_high) = (
             _ranges(each, block) for each in (keys.number_N, keys.end_N, keys.place_N)
         )
+        # number k <= number q < end k, for the most favourable and for the least favourable tokens of two blocks
         any_IJ = (key_low <= high) & (low < end_high) & (place_high >= first_low)
         all_IJ = (key_high <= low) & (high < end_low) & (place_low >= first_high)
         all_IJ &= _is_full(len(queries.number_Q), block)[:, None] & _is_full(len(keys.number_N), block)

@@ -79,6 +79,7 @@ class Prompts:
         fresh, resumed = rows[geometry.starts_R[rows] == 0], rows[geometry.starts_R[rows] > 0]
         self._fresh = PackedPlan(counts_R[fresh], device) if len(fresh) else None
         self._resumed: list[tuple[_Gathered, Tensor]] = []
+        # place_F: the index of each token in the concatenated outputs of all parts
         fresh_F = _concatenate_runs(begins_R[fresh], counts_R[fresh])
         place_F = np.empty(int(counts_R[rows].sum()), np.int64)
         place_F[fresh_F] = np.arange(len(fresh_F))
@@ -182,6 +183,7 @@ class _Gathered:
     def _compute_visible_context(self, window: int, chunk: int, dtype: torch.dtype) -> _VisibleContext:
         """Return the blocks that contain the visible context of each row under this window and chunk size, and the mask
         of their positions."""
+        # the first query of a row sees the earliest positions: its first visible block is the row's first
         first_R: Index = np.maximum(self._starts_R - window + 1, self._starts_R // chunk * chunk) // BLOCK
         final_R: Index = self._last_R // BLOCK
         places_RB = first_R[:, None] + np.arange(int((final_R - first_R).max()) + 1)

@@ -116,6 +116,7 @@ class StatePass:
         self._slots_D = torch.from_numpy(self._slots_R[:num_decode].copy()).to(device) if num_decode else None
         counts = counts_R[num_decode:]
         begins = np.cumsum(counts) - counts
+        # place_F: the index of each token in the concatenated outputs of all buckets
         place_F, filled = np.empty(int(counts.sum()), np.int64), 0
         for members in cut(counts):
             columns = np.arange(int(counts[members[0]]))
