@@ -32,8 +32,9 @@ class PaddedSlots:
     def __init__(
         self, token_S: npt.NDArray[np.int64], is_padding_S: npt.NDArray[np.bool_], device: torch.device | str
     ) -> None:
-        """Compute the index tensors of both copies, on ``device``, so that a copy does not wait for the host.
-        ``token_S`` is the token in each slot; every token has a slot. ``is_padding_S`` says which slots are padding."""
+        """Compute the index tensors of both copies on the host and move them to ``device``, so that a copy does not
+        wait for the device. ``token_S`` is the token in each slot; every token has a slot. ``is_padding_S`` says which
+        slots are padding."""
         slots_R = np.flatnonzero(~is_padding_S)
         slots_R = slots_R[np.argsort(token_S[slots_R], kind="stable")]
         counts_N = np.bincount(token_S[slots_R])

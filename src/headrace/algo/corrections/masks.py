@@ -163,7 +163,7 @@ class Outlier(CorrectionSection):
 
 
 class TrustRegion(CorrectionSection):
-    """An upper bound of each token's log-ratio that decreases with the token's age.
+    """A band of allowed log-ratios that becomes narrower with the token's age.
 
     ρ where |log ρ| ≤ δ·γ^age, else 0; ρ = π_old/μ.
 
@@ -175,7 +175,7 @@ class TrustRegion(CorrectionSection):
     delta: float = Field(default=1.0, gt=0)
     """δ, half the width of the band of log ρ at age 0."""
     decay: float = Field(default=0.9, gt=0, le=1)
-    """γ, the factor by which the bound decreases per version."""
+    """γ, the factor by which the band narrows per version."""
     weighs: ClassVar[bool] = True
 
     def columns(self) -> frozenset[Column]:

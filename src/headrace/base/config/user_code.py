@@ -1,4 +1,4 @@
-"""Import of Python files that the user wrote, such as losses and rewards."""
+"""Import of Python files that the user wrote, such as losses and rewards, and checks of the files before that."""
 
 from __future__ import annotations
 
