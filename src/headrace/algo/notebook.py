@@ -230,8 +230,7 @@ def _inputs(given: Mapping[str, Any], groups: Sequence[Any] | None, objective: O
         raise ConfigError(f"groups has {len(groups)} rows, log_pi has {num_sequences}", remedy="give one per sequence")
 
     def column(name: str, dtype: torch.dtype, default: Tensor) -> Tensor:
-        """Return the column ``name`` as a flat tensor, or ``default`` if it is missing. If there is one advantage per
-        sequence, it is repeated for the tokens of the sequence."""
+        """Return the column ``name``, flat, or ``default``; one advantage per sequence is repeated for its tokens."""
         if given[name] is None:
             return default
         value = tensor_of(name, given[name]).to(log_pi.device)
