@@ -64,7 +64,7 @@ TOKEN = (
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
     Hop("flow/flow", "Flow.take", "TakenBatch", "TakenBatch"),
     Hop("control/loops/feeding", "Feeder._order", "collate"),
-    Hop("base/types/scored", "_whole", "TrainSample", "TrainSample"),
+    Hop("base/types/scored", "_single_path_sample", "TrainSample", "TrainSample"),
     Hop("base/types/batch", "Batch.collate", "concat", "Batch"),
     # the batch, to the gradient
     Hop("launch/clients/learner", "LearnerClient.train", "send"),
