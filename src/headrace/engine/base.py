@@ -65,7 +65,8 @@ class SiblingSource(Protocol):
 
 
 class Engine(TokenSource, Protocol):
-    """An engine as the rollouts and the weight sync see it: it generates, scores given tokens and takes new weights."""
+    """The asynchronous interface of an engine, for rollouts and weight sync: it generates tokens, scores given tokens
+    and loads new weights."""
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprobs of given ``tokens`` under the weights in use, computed by one prefill: one value for each
@@ -80,8 +81,8 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def stage(self, update: WeightUpdate) -> float:
-        """Bring ``update`` next to the engine and verify its checksums while decoding continues. Return the seconds
-        that it took.
+        """Load the version ``update`` beside the weights in use and verify its checksums, while decoding continues.
+        Return the duration in seconds.
 
         Raises :class:`~headrace.base.errors.WeightsError` if the update does not fit the model, is corrupt or is older
         than the weights in use; nothing has changed then.
@@ -89,8 +90,8 @@ class Engine(TokenSource, Protocol):
         ...
 
     async def commit(self, version: int, mode: Interrupt = Interrupt.INFLIGHT) -> SwapReport:
-        """Use the staged ``version``, and return the costs of the change once it is in use. ``mode`` decides when it
-        comes into use and what happens to the running sequences."""
+        """Put the staged ``version`` into use, and return a report of the cost once it is in use. ``mode`` decides when
+        the change happens and what happens to the running sequences."""
         ...
 
     async def pause(self, *, release: bool = False) -> None:
@@ -108,7 +109,7 @@ class Engine(TokenSource, Protocol):
 
 
 class EngineSet(Protocol):
-    """A changing set of engines behind one :class:`Engine`, as the code that distributes weights sees it.
+    """The interface of a changing set of engines behind one :class:`Engine`, for the code that distributes weights.
 
     An engine *misses* a version if the version cannot reach it. It gets no new requests until it receives a later one.
     """
@@ -121,8 +122,8 @@ class EngineSet(Protocol):
 
     def drop_lagging(self, version: int, why: str) -> bool:
         """Mark the engines that lack ``version`` as having missed it, for the reason ``why``, if at least one other
-        engine has staged it: the run then continues with the others. Return whether one has; if not, nothing
-        changes."""
+        engine has staged it: the run then continues with the others. Return whether another engine has staged it; if
+        none has, nothing changes."""
         ...
 
     async def wait_for_lagging(self) -> None:

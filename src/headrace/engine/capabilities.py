@@ -19,7 +19,7 @@ class Capabilities:
     interrupts: frozenset[Interrupt]
     """The modes in which the engine can commit new weights."""
     truncates: bool
-    """Whether the logprob of a token under top-k, top-p or min-p is that of the renormalised, truncated
+    """Whether the logprob of a token under top-k, top-p or min-p is computed from the truncated and renormalised
     distribution."""
     kept_sets: bool
     """Whether each token comes with its kept-set under top-k, top-p or min-p: the ids of the entries that survived the
@@ -38,7 +38,8 @@ class Capabilities:
     scores: bool
     """Whether the engine computes the logprobs of given tokens, at temperature 1."""
     exact_scores: bool
-    """Whether it does so at any temperature, and under given kept-sets and routing."""
+    """Whether the engine computes the logprobs of given tokens at any temperature, and under given kept-sets and
+    routing."""
     forks: bool
     """Whether a request can fork an earlier one of the same engine: continue it from one of its tokens, with its
     cache."""
@@ -56,9 +57,9 @@ class Capabilities:
     """Whether the engine can compute in the caller's process, as a training loop of the user's own and ``headrace
     serve`` need."""
     other_models: bool
-    """Whether it can serve agents and teachers that have weights of their own, beside the policy."""
+    """Whether the engine can serve agents and teachers that have weights of their own, beside the policy."""
     structures: bool = False
-    """Whether answers can be kept to a structure, with logprobs and kept-sets of the masked distribution."""
+    """Whether answers can be constrained to a structure, with logprobs and kept-sets of the masked distribution."""
 
     gangs: bool = False
     """Whether one engine can compute on several devices (``engine.tensor``, ``engine.pipeline``)."""

@@ -89,10 +89,10 @@ class EngineSetup:
     """The file in which the engine keeps its history of answers, if it drafts tokens from one; ``None``: in memory
     alone."""
     receive: Callable[[Mapping[str, Tensor]], Any]
-    """Open the :class:`~headrace.sync.receiver.Receiver` that brings new versions of these tensors. It stays open until
-    the engine's process ends."""
+    """Open the :class:`~headrace.sync.receiver.Receiver` that receives new versions of these tensors. The receiver
+    stays open until the engine's process ends."""
     adopt: Callable[[EngineCore, Mapping[str, Tensor]], None]
-    """Stage and commit these tensors as version 0, as if a learner had sent them. Used with ``own_weights``."""
+    """Stage and commit these tensors as version 0, as if a learner had sent them. Called if ``own_weights`` is true."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ class OpenedEngine:
 
     core: EngineCore
     device: str
-    """The device that it computes on."""
+    """The device on which the engine computes."""
     address: str = ""
     """The address to which a learner sends new weights; empty where the learner does not need one."""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -110,10 +110,11 @@ class OpenedEngine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineKind:
-    """A kind of engine: everything that Headrace needs to know of it before one is opened.
+    """The description of a kind of engine: what Headrace needs before it opens an engine of this kind.
 
-    A package offers one with a line of its ``pyproject.toml``, ``[project.entry-points."headrace.engines"]``. The
-    module of this object is imported when a run file names it, so it should import the engine itself only in ``open``.
+    A package registers a kind by an entry point in its ``pyproject.toml``,
+    ``[project.entry-points."headrace.engines"]``. The module of this object is imported when a run file names it, so it
+    should import the engine itself only in ``open``.
     """
 
     capabilities: Capabilities
@@ -239,19 +240,19 @@ class EngineConfig(Section):
 
     @field_validator("server", mode="before")
     @classmethod
-    def _fits_the_kind(cls, given: Any, info: ValidationInfo) -> EngineSettings:
+    def _validate_server(cls, given: Any, info: ValidationInfo) -> EngineSettings:
         """Validate ``given``, the table ``[engine.server]`` or its settings, as the section of the chosen
         ``engine.kind``, and return that section. A kind without settings of its own gets an empty one."""
-        kind = info.data.get("kind", "native")  # one that is not known has been refused
+        kind = info.data.get("kind", "native")  # an unknown kind has been refused before
         section = ENGINES.load(kind).settings
         tree = given.model_dump() if isinstance(given, EngineSettings) else given
         if section is EngineSettings and tree:
-            _refuse_server_of_none(kind, tree)
+            _refuse_unused_server(kind, tree)
             return section()
         return validate(section, tree, "engine.server")
 
     @model_validator(mode="after")
-    def _settings_act(self) -> Self:
+    def _refuse_unread_settings(self) -> Self:
         """Raise :class:`~headrace.base.errors.ConfigError` for a changed setting that the chosen kind of engine does
         not read, so that no setting is without effect."""
         fields = type(self).model_fields
@@ -266,7 +267,7 @@ class EngineConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _one_device_unless_it_can_span_more(self) -> Self:
+    def _refuse_several_devices(self) -> Self:
         """Refuse tensor and pipeline parallelism for an engine that computes on one device."""
         if self.width > 1 and not self.can.gangs:
             name, value = ("tensor", self.tensor) if self.tensor > 1 else ("pipeline", self.pipeline)
@@ -289,7 +290,7 @@ class EngineConfig(Section):
         return self.model_copy(update={"device": device, "cache_share": share})
 
 
-def _refuse_server_of_none(kind: str, tree: Any) -> None:
+def _refuse_unused_server(kind: str, tree: Any) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` for a table ``tree`` of ``[engine.server]`` beside a ``kind``
     that has no such settings. A table that holds only defaults of another kind is accepted: run files that Headrace
     wrote before each kind had a section of its own contain it."""
@@ -315,7 +316,7 @@ class StructureConfig(Section):
     """The texts one of which an answer is."""
 
     @model_validator(mode="after")
-    def _one(self) -> Self:
+    def _require_one_form(self) -> Self:
         """Refuse a structure that is not given in exactly one of the three ways."""
         given = [name for name in type(self).model_fields if self.__dict__[name] not in (None, "", ())]
         if len(given) != 1:
@@ -336,8 +337,8 @@ class StructureConfig(Section):
 
 
 class FleetConfig(EngineConfig):
-    """The settings of all engines of a run: those of one engine, the number of engines, and the structure of
-    answers."""
+    """The settings of all engines of a run: the settings of a single engine, the number of engines, and the structure
+    of answers."""
 
     structure: StructureConfig | None = None
     """What every answer looks like, in training and evaluation: tokens that do not fit cannot be drawn, and log π is
