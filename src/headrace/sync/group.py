@@ -116,9 +116,8 @@ class GroupOutbox:
         host, deadline_s = route.host, _silence_s(route)
         self._deadline_s, self._rank, self._writing_s = deadline_s, rank, route.deadline_s
         self._folder = VersionFolder(route.fallback) if route.fallback else None
-        if (
-            self._folder is not None and rank.index == 0
-        ):  # the other ranks still wait in ``share``, so none writes files yet
+        # the other ranks still wait in ``share``, so none writes files yet
+        if self._folder is not None and rank.index == 0:
             self._folder.remove_left()
         self._listening = _open_store(host, deadline_s) if rank.index == 0 else None
         port = str(self._listening.port).encode() if self._listening else None

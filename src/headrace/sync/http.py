@@ -342,9 +342,8 @@ class _UploadHandler(BaseHTTPRequestHandler):
         self._token_timer.daemon = True
         self._token_timer.start()
         try:
-            if (
-                inbox.tls is not None
-            ):  # in this connection's thread, so that no other connection waits for its handshake
+            # in this connection's thread, so that no other connection waits for its handshake
+            if inbox.tls is not None:
                 self.request = inbox.tls.wrap_socket(self.request, server_side=True, do_handshake_on_connect=False)
                 if not self.server.replace_socket(self.client_address, self.request):
                     raise ConnectionAbortedError

@@ -193,9 +193,8 @@ class Receiver:
                 f"version {self._committing} is still coming into use, and version {update.version} needs its place",
                 remedy="wait for the commit's report",
             )
-        if (
-            update.manifest != self._accepted_manifest
-        ):  # checked once, since all versions of a run have the same manifest
+        # checked once, since all versions of a run have the same manifest
+        if update.manifest != self._accepted_manifest:
             differences = self.manifest.differences(update.manifest)
             if differences:
                 raise WeightsError(
@@ -311,9 +310,8 @@ class Receiver:
         buffer = self._buffers[index]
         if buffer.views is not None and buffer.views[0] is image:
             return buffer.views[1]
-        entries = {
-            entry.name: entry for entry in manifest.entries
-        }  # by name: the learner may list the tensors in another order
+        # by name: the learner may list the tensors in another order
+        entries = {entry.name: entry for entry in manifest.entries}
         views = [[view(image, entries[part]) for part in parts] for parts in self._parts.values()]
         buffer.views = (image, views) if image is buffer.image or self._inbox.lasting else None
         return views

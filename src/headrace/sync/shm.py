@@ -44,9 +44,8 @@ class ShmOutbox:
                     remedy="end that learner, or remove the file",
                 )
             self._has_created = True
-            os.posix_fallocate(
-                descriptor, 0, max(num_bytes, 1)
-            )  # a full /dev/shm is an error here; without the reservation, it would be a signal at a later write
+            # a full /dev/shm is an error here; without the reservation, it would be a signal at a later write
+            os.posix_fallocate(descriptor, 0, max(num_bytes, 1))
             os.truncate(descriptor, _file_bytes(num_bytes // NUM_SLOTS))
             return memoryview(mmap.mmap(descriptor, max(num_bytes, 1)))[:num_bytes]
         except (OSError, OverflowError) as error:

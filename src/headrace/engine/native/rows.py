@@ -198,9 +198,8 @@ class Rows:
         self._versions_RC[rows_D, column_D] = version
         if entropies_D is not None:
             self._entropies_RC[rows_D, column_D] = entropies_D
-        self.length_R[rows_D] = (
-            column_D + 1
-        )  # numpy keeps the last value that is assigned to a row, which is its new length
+        # numpy keeps the last value that is assigned to a row, which is its new length
+        self.length_R[rows_D] = column_D + 1
 
     def record_kept(self, rows_D: Index, kept: KeptSets | None) -> None:
         """Store the kept-sets of the newest tokens of ``rows_D``, for the rows that record them; a row with several
