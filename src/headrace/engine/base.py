@@ -24,7 +24,7 @@ from headrace.base.types.weights import Interrupt, SwapReport, WeightUpdate
 
 
 class TokenSource(Protocol):
-    """An object that generates tokens for a prompt: an engine, or anything else that can stand in for one."""
+    """An object that generates tokens for a prompt: an engine, or a substitute with the same interface."""
 
     def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
@@ -59,8 +59,8 @@ class SiblingSource(Protocol):
         self, prompt_ids_T: IntColumn, siblings: Sequence[SiblingRequest], on_chunks: OnSiblingChunks
     ) -> None:
         """Sample one sequence for each of ``siblings`` after the prompt, and return when all of them have ended. A
-        sequence that is refused or fails ends with a chunk that carries its error; the others continue. Cancelling the
-        call withdraws the sequences that have not ended."""
+        sequence that is refused or fails ends with a chunk that contains its error; the other sequences continue.
+        Cancelling the call withdraws the sequences that have not ended."""
         ...
 
 
@@ -70,8 +70,8 @@ class Engine(TokenSource, Protocol):
 
     async def score(self, tokens: Tokens, *, temperature: float = 1.0) -> FloatColumn:
         """Return the logprobs of given ``tokens`` under the weights in use, computed by one prefill: one value for each
-        token, 0 for the first, which nothing precedes. Kept-sets (the entries that survived truncation) and the routing
-        of experts that the tokens carry are applied."""
+        token, 0 for the first, which nothing precedes. If ``tokens`` contains kept-sets (the entries that survived
+        truncation) or the routing of experts, they are applied."""
         ...
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:

@@ -22,10 +22,11 @@ class Capabilities:
     """Whether the logprob of a token under top-k, top-p or min-p is computed from the truncated and renormalised
     distribution."""
     kept_sets: bool
-    """Whether each token comes with its kept-set under top-k, top-p or min-p: the ids of the entries that survived the
-    truncation."""
+    """Whether the engine returns the kept-set of each token under top-k, top-p or min-p: the ids of the entries that
+    survived the truncation."""
     routing: bool
-    """Whether the tokens of a mixture of experts come with their routing: the experts chosen in each layer."""
+    """Whether the engine returns the routing of each token of a mixture of experts: the experts chosen in each
+    layer."""
     adapters: bool
     """Whether a learner can send LoRA adapters without the base weights, one per agent where several agents are
     trained."""
@@ -34,7 +35,7 @@ class Capabilities:
     any_adapters: bool
     """Whether adapters of experts and adapters with norms of their own (DoRA) are supported."""
     entropies: bool
-    """Whether each token comes with the entropy of its distribution."""
+    """Whether the engine returns the entropy of each token's distribution."""
     scores: bool
     """Whether the engine computes the logprobs of given tokens, at temperature 1."""
     exact_scores: bool
@@ -48,9 +49,9 @@ class Capabilities:
     pins: bool
     """Whether a sequence can be pinned to the weights that it begins with."""
     seeds: bool
-    """Whether a seed determines the draws of a sequence, whatever else is in the batch."""
+    """Whether a seed determines the draws of a sequence, independent of the other sequences in the batch."""
     deterministic: bool
-    """Whether the same requests give the same bits, whatever else is in the batch."""
+    """Whether equal requests give equal results bit for bit, independent of the other sequences in the batch."""
     releases: bool
     """Whether the engine can free the memory of its cache while it is paused."""
     embedded: bool

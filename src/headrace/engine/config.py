@@ -55,8 +55,8 @@ class EngineSettings(Section):
         run file of an older version of Headrace can be loaded with them, but no engine is started."""
 
     def sentence(self, kind: str) -> str:
-        """Return a sentence that says where an engine of this ``kind`` runs, for the summary of a run that the user
-        reads; empty if there is nothing to say, as here."""
+        """Return a sentence about where an engine of this ``kind`` runs, for the summary of a run; empty if there is
+        none, as in this base class."""
         return ""
 
     @property
@@ -77,9 +77,9 @@ class EngineSetup:
     deadline_s: float
     """The longest time to wait for new weights."""
     record_kept: bool
-    """Whether requests will ask for the kept-set of each token."""
+    """Whether requests will record the kept-set of each token."""
     record_routing: bool
-    """Whether requests will ask for the routing of each token."""
+    """Whether requests will record the routing of each token."""
     sleeps: bool
     """Whether the engine has to free its memory while a learner computes."""
     own_weights: bool
@@ -152,7 +152,7 @@ class EngineConfig(Section):
     installed package can offer others. docs/engines.md lists the capabilities of each; a run that needs a missing one
     is refused."""
     server: SerializeAsAny[EngineSettings] = EngineSettings()
-    """The settings that only this ``kind`` of engine has; for ``vllm`` and ``sglang``, those of the server."""
+    """The settings that only this ``kind`` of engine has; for ``vllm`` and ``sglang``, the settings of the server."""
     device: DeviceName = AUTO
     """The device of the engine: ``cpu``, ``cuda`` or ``cuda:N``. ``auto``: the last GPU that torch sees, or the
     processor where there is none."""
@@ -203,13 +203,13 @@ class EngineConfig(Section):
     """``auto``: parts of the model run as fused kernels where this machine has them. ``off``: none does."""
     speculation: Literal["off", "history"] = "off"
     """``history``: draft tokens from earlier answers to the same prompt and from a sequence's own text, and check all
-    of a draft in one pass. Tokens, logprobs and all that is recorded are those of ``off``. ``off``: one token of a
+    of a draft in one pass. Tokens, logprobs and all records are the same as with ``off``. ``off``: one token of a
     sequence in a pass."""
     draft_tokens: int = Field(default=8, ge=1, le=64)
     """The most tokens of a sequence that are drafted for one pass. How many are drafted depends on their chances."""
     history_tokens: int = Field(default=1_000_000, ge=1024, le=2**28)
-    """The number of tokens of earlier answers that drafts are taken from; the newest are kept. Each takes about 40
-    bytes of memory."""
+    """The number of tokens of earlier answers that are kept for drafts, the newest ones. Each takes about 40 bytes of
+    memory."""
     flush_tokens: int = Field(default=64, ge=1)
     """The tokens of a running sequence are reported each time there are this many new ones, and when it ends."""
 
@@ -329,7 +329,7 @@ class StructureConfig(Section):
 
     @property
     def description(self) -> str:
-        """The structure as one text, in the form that a request to an engine carries
+        """The structure as one text, in the form of a request to an engine
         (:attr:`headrace.base.types.sampling.Sampling.structure`)."""
         if self.json_schema is not None:
             return structure.json_schema(self.json_schema)
@@ -341,8 +341,8 @@ class FleetConfig(EngineConfig):
     of answers."""
 
     structure: StructureConfig | None = None
-    """What every answer looks like, in training and evaluation: tokens that do not fit cannot be drawn, and log π is
-    that of the tokens that could have been. Needs ``headrace[structured]``. Unset: anything."""
+    """The structure of every answer, in training and evaluation: tokens that violate it cannot be drawn, and log π is
+    normalised over the allowed tokens. Needs ``headrace[structured]``. Unset: anything."""
 
     count: int = Field(default=1, ge=1, le=64)
     """The number of engines: processes of this machine that share the requests. ``launch.engine_threads`` is divided

@@ -88,6 +88,7 @@ class RemoteEngine:
     """
 
     def __init__(self, client: httpx.AsyncClient, model: str, *, is_ours: bool) -> None:
+        """Use the open ``client``, whose base URL is the URL of the API."""
         self._client = client
         self._model = model
         self._extra: dict[str, Any] = (

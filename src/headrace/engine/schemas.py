@@ -20,8 +20,8 @@ MAX_ROUNDS = 100
 
 
 def has_end(schema: object) -> bool:
-    """Return whether some finite JSON may follow ``schema``. Keywords that this search does not know are taken to allow
-    a finite value, and so is a schema whose search is given up.
+    """Return whether some finite JSON may follow ``schema``. Keywords that this search does not support are assumed to
+    allow a finite value, and so is a schema whose search stops without a result.
 
     >>> node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
     >>> has_end(node), has_end({**node, "required": ["next"]})

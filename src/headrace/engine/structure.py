@@ -3,8 +3,9 @@ the sampling of tokens.
 
 The forms in which requests specify a structure (OpenAI's ``response_format``, vLLM's ``guided_*`` and
 ``structured_outputs``) are converted to one *description*, a JSON text that is sent with the request's sampling
-parameters. :class:`Grammars` compiles a description into a *mask*, which says after each token which ids may come next.
-It uses llguidance, whose *matcher* is a compiled grammar and its position within an answer; no other module imports it.
+parameters. :class:`Grammars` compiles a description into a *mask*, which determines after each token the ids that may
+come next. It uses llguidance, whose *matcher* is a compiled grammar and its position within an answer; no other module
+imports it.
 """
 
 from __future__ import annotations
@@ -178,7 +179,7 @@ def refuse_endless(schema: object) -> None:
 
 
 class GrammarMask:
-    """The mask of one answer, which says which tokens may come next and follows the answer token by token
+    """The mask of one answer, which determines the tokens that may come next and is updated with each token
     (:class:`headrace.engine.native.masks.TokenMask`)."""
 
     def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:

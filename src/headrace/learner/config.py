@@ -78,8 +78,8 @@ class LearnerConfig(Section):
     warmup_steps: int = Field(default=0, ge=0)
     """Number of steps in which the learning rate rises linearly from 0 to ``lr``."""
     damping: EssDamping | None = None
-    """What lowers the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the batch,
-    which old tokens make smaller. Unset: nothing does."""
+    """The damping of the learning rate of single steps: ``{ kind = "ess" }`` for the effective sample size of the
+    batch, which old tokens make smaller. Unset: no damping."""
     betas: tuple[Rate, Rate] = (0.9, 0.99)
     """The decay rates β of AdamW, each below 1."""
     eps: float = Field(default=1e-8, gt=0)
@@ -96,14 +96,14 @@ class LearnerConfig(Section):
     tokens_per_microbatch: int = Field(default=8192, ge=1)
     """Greatest number of token positions in one forward and backward pass. The result does not depend on it."""
     share_prefixes: bool | Literal["auto"] = "auto"
-    """Whether tokens that several samples of a batch begin with are computed once: of answers to one prompt, turns and
-    forks of an episode, or by accident, as a tree of any depth. The gradient is the same up to rounding. ``auto``: in
-    batches where that saves a tenth of the computation."""
+    """Whether first tokens that several samples of a batch have in common are computed once, as a tree of any depth: in
+    answers to one prompt, turns and forks of an episode, or by accident. The gradient is the same up to rounding.
+    ``auto``: in batches in which sharing saves a tenth of the computation."""
     attention: AttentionName = "auto"
-    """How attention is computed. ``flex``: by torch's flex attention, which holds no scores and pads nothing on a GPU;
-    on a CPU it writes all scores out. ``padded``: in rows of samples of similar length; sinks, soft caps and, on a
+    """How attention is computed. ``flex``: by torch's flex attention, which stores no scores and needs no padding on a
+    GPU; on a CPU it writes all scores out. ``padded``: in rows of samples of similar length; sinks, soft caps and, on a
     GPU, windows and shared tokens write the scores out. ``auto``: flex attention on a GPU if a trial before the run
-    compiles and is right there, otherwise padded rows."""
+    compiles and is correct there, otherwise padded rows."""
     parallel: ParallelConfig = ParallelConfig()
     """Number of processes over which the learner is spread; one by default."""
     memory: MemoryConfig = MemoryConfig()

@@ -85,7 +85,7 @@ class LearnerCore:
 
     With several ranks, each rank has a core, and all cores must get the same calls in the same order. Each core gets
     the whole batch, computes its share, and returns the result of all ranks. ``model`` must come from
-    :func:`headrace.learner.parallel.load.load_for`. The result equals that of one process, up to rounding.
+    :func:`headrace.learner.parallel.load.load_for`. The result equals the result of one process, up to rounding.
     """
 
     def __init__(

@@ -48,8 +48,8 @@ def checksums_of(directory: Path, files: Iterable[Path]) -> dict[str, str]:
 def seal(directory: Path, known: Mapping[str, str] | None = None) -> None:
     """Write the hash of every file below ``directory`` into its file of checksums.
 
-    ``known`` are hashes that were computed while the files were written, by path. These hashes and those of an earlier
-    call are not computed again. Raises ``OSError`` if a file cannot be read or written.
+    ``known`` are hashes that were computed while the files were written, by path. These hashes, and hashes that an
+    earlier call has written, are not computed again. Raises ``OSError`` if a file cannot be read or written.
     """
     listed = {**listed_checksums(directory), **(known or {})}
     new = [path for path in sorted(directory.rglob("*")) if path.is_file() and _name(directory, path) not in listed]

@@ -104,7 +104,7 @@ class Forward:
         self._offload = config.memory.offload_activations
         self._routed = _routing_of(model)
         self.mixture = MixtureBalance(config.mixture, model, self._routed, self._ranks)
-        # the hooks of the replay run before those of the balance, which then count the replayed experts
+        # the hooks of the replay run before the hooks of the balance, which then count the replayed experts
         self._replay = None if self._routed is None else RoutingReplay(self._routed)
         self._packing = Packing(
             budget=config.tokens_per_microbatch,

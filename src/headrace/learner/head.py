@@ -231,6 +231,7 @@ class _Head:
     ``entries`` are lists of slices that divide the tokens and the rows of its weight."""
 
     def __init__(self, hidden_PD: Tensor, matrix: HeadMatrix, temperature: float) -> None:
+        """Divide the computation of the logits of ``hidden_PD`` into tiles. Logits are divided by ``temperature``."""
         self.hidden_PD = hidden_PD
         self.weight_VD, self.bias_V, self.part = matrix
         self.temperature = temperature

@@ -166,7 +166,7 @@ class GivenHidden(nn.Module):
         return getattr(self.__dict__["trunk"], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> HiddenOutput:
-        """Return the given hidden states as the output of a trunk. The arguments are ignored."""
+        """Return the hidden states ``self.hidden`` as the output of a trunk. The arguments are ignored."""
         return HiddenOutput(last_hidden_state=self.hidden)
 
 

@@ -1,10 +1,10 @@
 """The load balancing of a mixture of experts: auxiliary losses and router biases, computed exactly over a whole step,
 and metrics of the experts' load.
 
-    pass over a micro-batch ──▶ routers: logits_NE, experts_NK ──▶ choices and probabilities per expert, log Z balance
-    loss: choices of the whole step (counted in passes without gradient) · probabilities of each micro-batch z-loss:
-    mean log² Z over the whole step bias of an expert: after each update, increased if the expert was chosen less than
-    the mean, else decreased
+    pass over a micro-batch ──▶ routers: logits_NE, experts_NK ──▶ choices and probabilities per expert, log Z
+    balance loss: choices of the whole step (counted in passes without gradient) · probabilities of each micro-batch
+    z-loss: mean log² Z over the whole step
+    bias of an expert: after each update, increased if the expert was chosen less than the mean, else decreased
 
 The balance loss was defined for Switch Transformers (Fedus et al. 2021, eq. 4 to 6); here it has the form of
 transformers, over all layers together: E · Σ_e F_e · P_e, where F_e is the number of choices of expert e and P_e the

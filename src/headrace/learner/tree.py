@@ -98,8 +98,8 @@ class PrefixTrees:
 
     def _common_experts(self, routing: Routing, first: slice, second: slice, length: int) -> int:
         """Return the number of tokens, at most ``length``, up to the first one whose recorded experts differ between
-        two samples, whose tokens begin at the slices ``first`` and ``second``. In both samples the same of these tokens
-        have recorded experts."""
+        two samples, whose tokens begin at the slices ``first`` and ``second``. The tokens with recorded experts must be
+        at the same places in both samples."""
         known = np.flatnonzero(routing.known_T[first.start : first.start + length])
         if not len(known):
             return length

@@ -73,5 +73,5 @@ def stats_of_updates(parts: Sequence[MicroBatchStats], work: StepWork, log_befor
 
 
 def _comparisons_of(metrics: dict[str, Ratio]) -> dict[str, Ratio]:
-    """Return only those of ``metrics`` that compare the learner with the policy that sampled the tokens."""
+    """Return the subset of ``metrics`` that compare the learner with the policy that sampled the tokens."""
     return {name: ratio for name, ratio in metrics.items() if name.startswith(_BEFORE_STEP_PREFIXES)}

@@ -1,8 +1,8 @@
 """The part of a head on one of several tensor-parallel ranks, which has the weights of some entries of the vocabulary,
 and the reductions over these ranks.
 
-    rank 0 entries 0 to V/2 ──▶ logits of these ──▶ sums ─┐ reduced over the ranks: the log-sum-exp and the entropy rank
-    1 entries V/2 to V ──▶ logits of these ──▶ sums ─┘ of the whole vocabulary; no rank has all logits
+    rank 0   entries 0 to V/2   ──▶ logits of these ──▶ sums ─┐ reduced over the ranks: the log-sum-exp and the entropy
+    rank 1   entries V/2 to V   ──▶ logits of these ──▶ sums ─┘ of the whole vocabulary; no rank has all logits
 
 All ranks of the group compute the same tokens, and call every method together.
 

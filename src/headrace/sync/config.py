@@ -167,7 +167,7 @@ class SyncConfig(Section):
     """Settings of the weight sync. Every transport can be combined with every codec and every interrupt."""
 
     READ_BY_SOME: ClassVar = ("directory", "host", "tls_certificate", "tls_key", "network_gb_s")
-    """The settings that only some transports use; :attr:`Transport.settings` lists those of each transport."""
+    """The settings that only some transports use; :attr:`Transport.settings` lists the settings of each transport."""
 
     transport: Annotated[str, NameOf(TRANSPORTS)] = "shm"
     """``shm``: two packed buffers in shared memory; the engine's parameters are views of the committed one, and nothing
@@ -190,7 +190,7 @@ class SyncConfig(Section):
     """A PEM file with the key of the certificate, without a password; the engines read it."""
     directory: str = ""
     """The folder or fsspec URL in which one folder per run is created; empty: ``weights`` in the run directory.
-    ``files`` writes every version there, ``group`` those that no process group can bring to the engines."""
+    ``files`` writes every version there, ``group`` the versions that cannot be sent over process groups."""
     network_gb_s: float | None = Field(default=None, gt=0)
     """The throughput of the network between learner and engines, in 10⁹ bytes per second, if you know it. A deadline
     that a version cannot meet at this rate is refused before the run starts, and the default deadline gives a slower

@@ -1,9 +1,9 @@
 """The division of the weights among the ranks of a learner that all send: the pieces of each rank, the buckets in which
 it sends them, and their places in the engine's image.
 
-    tensor of the image for example, rank 0 holds rows 0-3 and rank 1 rows 4-7: one piece from each piece a box of the
-    tensor, contiguous in the memory of its sender bucket consecutive pieces, or some rows of a large piece, which are
-    sent in one message
+    tensor of the image     for example, rank 0 holds rows 0-3 and rank 1 rows 4-7: one piece from each
+    piece                   a box of the tensor, contiguous in the memory of its sender
+    bucket                  consecutive pieces, or some rows of a large piece, which are sent in one message
 
 A tensor that several ranks hold is sent by one of them. Sender and receivers compute the same buckets from the layouts,
 so messages contain no positions.

@@ -1,6 +1,6 @@
 """A transport through shared memory, for processes of one machine. A whole version is used without a copy.
 
-    path slot 0 │ slot 1 │ a payload that is a difference, until the next difference overwrites it
+    path     slot 0 │ slot 1 │ a payload that is a difference, until the next difference overwrites it
 
 A slot contains the image of one version: the bytes of all its tensors. The engine's parameters are views into the
 committed slot. The file never shrinks, so that all pages that a reader has mapped stay valid. The memory of its last
@@ -167,7 +167,7 @@ def _memory_error(path: Path, what: str, error: Exception) -> WeightsError:
 
 SHM = Transport(
     open_outbox=lambda route, token: ShmOutbox(Path(route.address)),
-    # each update says where its file is
+    # each update contains the path of its file
     open_inbox=lambda route, token, limit_bytes: ShmInbox(),
     address=lambda sync, places: str(places.memory),
     copies=lambda sync: NUM_SLOTS,

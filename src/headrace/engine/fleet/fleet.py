@@ -76,7 +76,7 @@ class Fleet:
         """Whether other processes send requests to the engines, too. The load of an engine is then read from its
         counters."""
         self.version = NOT_SAMPLED
-        """The newest version that every engine uses, except those that have missed it."""
+        """The newest version that all engines use, except engines that have missed it."""
 
     # -- membership -------------------------------------------------------------------------------------------------
 
@@ -139,12 +139,12 @@ class Fleet:
         return tuple(address for name in names if (address := self._members[name].address))
 
     async def wait_until_serving(self, name: str) -> None:
-        """Wait until the engine ``name`` has weights and can be given requests."""
+        """Wait until the engine ``name`` has weights and accepts requests."""
         await self._wait_until(lambda: self._serves(name))
 
     async def wait_until_settled(self, name: str) -> str:
-        """Wait until the engine ``name`` can be given requests, or has missed the newest version. Return the reason why
-        it missed the version; empty if it serves."""
+        """Wait until the engine ``name`` accepts requests, or has missed the newest version. Return the reason why it
+        missed the version; empty if it serves."""
         await self._wait_until(lambda: self._serves(name) or self._has_missed(name))
         return self._members[name].missed
 
@@ -217,8 +217,8 @@ class Fleet:
                     self._remove_silent(member, member.silence_error(load))
 
     def _remove_silent(self, member: Member, error: DeadlineError) -> None:
-        """Remove an engine that has been silent for too long, and have the launcher end its process for the reason that
-        ``error`` gives. Without a launcher (``end`` is ``None``), raise ``error``."""
+        """Remove an engine that has been silent for too long, and let the launcher end its process, with the text of
+        ``error`` as the reason. Without a launcher (``end`` is ``None``), raise ``error``."""
         if self._end is None:
             raise error
         if self._members.get(member.name) is member:  # and not a successor of the same name
@@ -240,7 +240,7 @@ class Fleet:
         self._notify()
 
     def _serves(self, name: str) -> bool:
-        """Return whether the engine ``name`` is present and has weights, so that it can be given requests."""
+        """Return whether the engine ``name`` is present and has weights, so that it accepts requests."""
         return self._router.state(name) not in (None, EngineState.JOINING)
 
     def _has_missed(self, name: str) -> bool:
@@ -275,8 +275,8 @@ class Fleet:
     async def generate(
         self, prompt_ids_T: IntColumn, sampling: Sampling, options: RequestOptions = PLAIN
     ) -> AsyncIterator[TokenChunk]:
-        """Sample an answer on one of the engines. If the engine dies, another one continues; the reader of the stream
-        sees one answer."""
+        """Sample an answer on one of the engines. If the engine dies, another one continues; the caller gets one
+        uninterrupted answer."""
         async with aclosing(self._stream(self._new_request(prompt_ids_T, sampling, options))) as stream:
             async for chunk in stream:
                 yield chunk
@@ -382,7 +382,7 @@ class Fleet:
         fork = routed.options.fork
         parent_engine, fork = (None, None) if fork is None else self._routes.find_parent(fork)
         member = await self._assign(routed, parent_engine)
-        stream: Any = member.engine.generate(  # an async generator, as the contract says
+        stream: Any = member.engine.generate(  # the contract requires an async generator
             routed.prompt_ids_T, routed.sampling, routed.next_options(self._clock.now(), fork)
         )
         try:
@@ -505,7 +505,7 @@ class Fleet:
         await self._run_all(self._pause_or_resume(each, None) for each in self._members.values())
 
     def stats(self) -> EngineStats:
-        """Return the counters of all engines together, those that have left included."""
+        """Return the counters of all engines together, including engines that have left."""
         here = (member.engine.stats() for member in self._members.values())
         return total(here, self._departed_stats, version=self.version, size=self._size)
 
@@ -527,7 +527,7 @@ class Fleet:
             self._on_member(name)
 
     def _max_parallel_commits(self, mode: Interrupt) -> int:
-        """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` says; unset, all if
+        """Return how many engines may commit at the same time in ``mode``: as many as ``rolling`` sets; unset, all if
         the mode does not stop generation, else one."""
         if self._rolling is not None:
             return self._rolling

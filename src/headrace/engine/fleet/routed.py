@@ -27,8 +27,8 @@ then ends at once, with the tokens that it has."""
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class RoutedRequest:
-    """A request and its progress through the engines of a fleet. Its *reader* is the caller of the fleet, who sees one
-    stream of chunks."""
+    """A request and its progress through the engines of a fleet. Its *reader* is the caller of the fleet, which gets
+    one stream of chunks."""
 
     number: int
     """The number of the request in the fleet, whichever engine serves it."""

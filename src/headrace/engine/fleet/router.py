@@ -142,7 +142,7 @@ class Router:
 
     @property
     def serves(self) -> bool:
-        """Whether any engine can be given a sequence."""
+        """Whether any engine accepts sequences."""
         return any(engine.state is not EngineState.JOINING for engine in self._engines.values())
 
     def join(self, name: str) -> None:
@@ -183,7 +183,7 @@ class Router:
             engine.state = EngineState.HELD
 
     def release(self, name: str) -> None:
-        """End :meth:`hold`. An engine that is absent or was not held is left as it is."""
+        """End :meth:`hold`. Nothing happens if the engine is absent or was not held."""
         engine = self._engines.get(name)
         if engine is not None and engine.state is EngineState.HELD:
             engine.state = EngineState.SERVING

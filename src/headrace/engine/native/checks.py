@@ -1,6 +1,6 @@
 """The validation of all numbers of a request, before any other code of the engine uses them.
 
-Requests come from other processes and programs, so the checks assume neither that an integer has 32 bits nor that a
+Requests are sent by other processes and programs, so the checks assume neither that an integer has 32 bits nor that a
 float is finite. Numbers that pass fit the dtypes of the engine's arrays.
 """
 

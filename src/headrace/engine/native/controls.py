@@ -46,9 +46,9 @@ _FEWEST_COLUMNS = 64
 
 class Controls:
     """The sampling parameters of all rows, and the sampling with them. Rows ``0 .. count - 1`` are in use; :meth:`join`
-    and :meth:`move` are called as sequences enter and leave the batch. ``log_softmax``, where given, computes the
-    logprobs (the same function as the learner's, so that both get the same bits). ``masks``, where given, are the masks
-    of structured answers."""
+    and :meth:`move` are called as sequences enter and leave the batch. ``log_softmax`` computes the logprobs, if it is
+    passed: the learner's function, so that both get the same bits. ``masks`` are the masks of structured answers;
+    ``None``: there are none."""
 
     def __init__(
         self,

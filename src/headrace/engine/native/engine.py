@@ -362,8 +362,8 @@ class NativeEngine:
 
     def _draw(self, logits_PV: Tensor, rows_D: Index, drafts_D: Index | None, stamps: int | Index) -> Drawn:
         """Sample the next tokens of ``rows_D``. ``drafts_D`` is the number of drafted tokens of each row in the pass
-        (``None``: no row has any). The cached keys and values of accepted drafts are registered, and those of invalid
-        places are cleared."""
+        (``None``: no row has any). Blocks that accepted drafts have filled are registered, and invalid keys and values
+        are cleared."""
         rows, before_D = self._rows, self._rows.computed_R[rows_D]
         drawn = self._drawer.draw(logits_PV, rows_D, drafts_D, stamps)
         self._generated_tokens += drawn.num_tokens

@@ -2,7 +2,7 @@
 sequence's own text.
 
     ring of tokens:  … | context | answer | end | context | answer | end | …       the newest ``num_tokens`` tokens
-    table of places:  hash of (prompt, last tokens) ──▶ the place in the ring of the token that came next
+    table of places:  hash of (prompt, last tokens) ──▶ the place in the ring of the token that followed
 
 A *draft* is a guess of the next tokens of a sequence. It only decides which tokens a pass computes in advance; each
 token is drawn as it would be without a draft. Wrong entries of the index therefore cost time and never change an
@@ -136,6 +136,7 @@ class OwnText:
     that repeats can so be drafted from the sequence itself."""
 
     def __init__(self, rows: Rows) -> None:
+        """Allocate an empty index for the sequences in ``rows``."""
         self._rows = rows
         self._positions_RS = np.zeros((rows.num_rows, 1 << _OWN_BITS), np.int32)
         self._num_indexed_R = np.zeros(rows.num_rows, np.int64)

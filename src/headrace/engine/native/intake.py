@@ -76,6 +76,7 @@ class Intake:
     sequences that have not ended, and keeps the tokens of the last ``fork_memory`` ended ones for forks."""
 
     def __init__(self, bounds: Bounds, rows: Rows, fork_memory: int) -> None:
+        """Create the record without any sequence. The arguments are described at the class."""
         self._bounds = bounds
         self._rows = rows
         self._fork_memory = fork_memory
@@ -85,7 +86,7 @@ class Intake:
         """Every sequence that has not ended, by its request id."""
 
     def admit(self, request: GenerateRequest, *, version: int, num_waiting: int, now_s: float) -> Sequence:
-        """Return a new sequence for ``request``, ready for the queue. ``version`` is that of the weights in use
+        """Return a new sequence for ``request``, ready for the queue. ``version`` is the version in use
         (``NOT_SAMPLED`` before the first), ``num_waiting`` the length of the queue, ``now_s`` the time on the engine's
         clock. Raises :class:`~headrace.base.errors.RequestError` for a request that cannot be served; nothing has
         changed then."""

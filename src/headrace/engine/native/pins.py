@@ -20,6 +20,7 @@ class Pins:
     """
 
     def __init__(self, tensors: Iterable[Tensor], most: int) -> None:
+        """Create the record without any copy. The arguments are described at the class."""
         self._most = most
         self._tensors = list(tensors)
         self._copies: dict[int, list[Tensor]] = {}

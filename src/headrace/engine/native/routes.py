@@ -26,6 +26,7 @@ class RoutingStore:
     is allocated before :meth:`open`."""
 
     def __init__(self, model: nn.Module, num_blocks: int) -> None:
+        """Prepare the store for ``model`` and a cache of ``num_blocks`` blocks."""
         self._model = model
         self._num_blocks = num_blocks
         self._recorder: RoutingRecorder | None = None

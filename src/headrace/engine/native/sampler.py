@@ -255,7 +255,7 @@ def find_support(scaled_RV: Tensor, limits: TruncationLimits) -> Support:
     likely. ``top_p`` keeps the smallest number of tokens that have at least the share ``top_p`` of the probability
     after ``top_k``; among equals the lower ids are kept. ``min_p`` keeps the tokens that are at least ``min_p`` times
     as likely as the first. At least one token survives, and no survivor has probability 0. The order top_k, top_p,
-    min_p and the results are those of transformers' ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
+    min_p and the results are the same as with transformers' ``TopKLogitsWarper``, ``TopPLogitsWarper`` and
     ``MinPLogitsWarper``, except that their top_p chooses among equals by an unstable sort.
 
     >>> scaled_RV = torch.tensor([[0.1, 0.4, 0.3, 0.2]]).log()

@@ -54,6 +54,7 @@ class PrefillScorer:
         exact: LogSoftmax | None,
         states: SequenceStates | None = None,
     ) -> None:
+        """Create the scorer of ``model``. The arguments are described at the class."""
         self._model = model
         self._exact = exact
         self._cache = cache

@@ -25,6 +25,7 @@ class Siblings:
     snapshot of the leader's state."""
 
     def __init__(self, *, by_snapshot: bool = False) -> None:
+        """Create the record of a step without leaders and followers."""
         self._by_snapshot = by_snapshot
         self._leaders: dict[_Context, Sequence] = {}
         self.num_waiting = 0

@@ -96,6 +96,7 @@ class SequenceStates:
     move (see :class:`headrace.engine.native.rows.Follower`)."""
 
     def __init__(self, pool: StatePool, num_rows: int) -> None:
+        """Divide the slots of ``pool`` among ``num_rows`` rows, scoring and snapshots; no row is in use yet."""
         self._pool = pool
         self.slots_R = np.full(num_rows, -1, np.int64)
         """The slot of each row; −1 for a row that is not in use."""

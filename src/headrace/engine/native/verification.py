@@ -59,6 +59,7 @@ class TokenDrawer:
     def __init__(
         self, rows: Rows, controls: Controls, stops: StopsFollower | None, speculation: Speculation | None
     ) -> None:
+        """Connect the parts by which tokens are drawn and recorded. The arguments are described at the class."""
         self._rows, self._controls, self._stops = rows, controls, stops
         self._speculation = speculation
 
@@ -138,6 +139,7 @@ class _Verification:
     with logits."""
 
     def __init__(self, rows: Rows, rows_D: Index, drafts_D: Index, in_order_D: Flags) -> None:
+        """Number the positions with logits of ``rows_D``: each row has ``drafts_D + 1`` of them, in order."""
         counts_D = drafts_D + 1
         self._rows, self._rows_D, self._starts_D = rows, rows_D, np.cumsum(counts_D) - counts_D
         self._row_index_P = np.repeat(np.arange(len(rows_D)), counts_D)

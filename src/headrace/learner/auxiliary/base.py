@@ -1,9 +1,9 @@
 """The contract of an auxiliary model, which adds columns to a batch before the training passes, and is notified of
 every update.
 
-    batch ──▶ mask, weights ──▶ auxiliary.prepare(work) ──▶ ... ──▶ the training passes, which read the columns gradient
-    is finite ──▶ auxiliary.before_update() ──▶ the optimizer ──▶ auxiliary.after_update(version) snapshot ──▶
-    auxiliary.state() ··▶ one file under its name ··▶ auxiliary.set_state(tensors)
+    batch ──▶ mask, weights ──▶ auxiliary.prepare(work) ──▶ ... ──▶ the training passes, which read the columns
+    gradient is finite ──▶ auxiliary.before_update() ──▶ the optimizer ──▶ auxiliary.after_update(version)
+    snapshot ──▶ auxiliary.state() ··▶ one file under its name ··▶ auxiliary.set_state(tensors)
 
 With several ranks, all ranks call each method together.
 """

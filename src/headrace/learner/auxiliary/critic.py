@@ -187,7 +187,7 @@ class Critic(AuxiliaryModel):
 
     def _estimate(self, batch: Batch, micro: MicroBatch, values_P: Floats) -> CriticEstimate:
         """Return the GAE advantages and returns of the loss tokens of one micro-batch, from their values ``values_P``.
-        The reward of a sample is given at its last loss token."""
+        The reward of a sample counts at its last loss token."""
         mask_M = batch.mask_N[micro.places_M]
         lengths_K: Index = np.bincount(micro.local_samples_M()[mask_M], minlength=len(micro.lengths_K))
         last_K = micro.places_M[mask_M][np.cumsum(lengths_K) - 1]

@@ -1,10 +1,11 @@
 """Kept copies of the trained weights, with which the model can compute for a while, and the rules by which updates
 change them.
 
-    kind at the update to version v used for the batch of version v frozen nothing the initial weights, or weights of a
-    directory ema w̄ ← decay·w̄ + (1 − decay)·w (float32) w̄, in the model's dtype refreshed if v is a multiple of
-    ``every``: copy the last copy lagged before it: the weights of v − 1 replace the oldest the weights of v −
-    ``versions``
+    kind         at the update to version v                              used for the batch of version v
+    frozen       nothing                                                 the initial weights, or those of a directory
+    ema          w̄ ← decay·w̄ + (1 − decay)·w   (float32)                w̄, in the model's dtype
+    refreshed    if v is a multiple of ``every``: copy                   the last copy
+    lagged       before it: the weights of v − 1 replace the oldest      the weights of v − ``versions``
 
 A copy contains this rank's parts of the parameters that require gradients, and the correction biases of routers. For a
 model with an adapter these are the adapter's parameters, so a frozen copy needs only the memory of an adapter. Swapping

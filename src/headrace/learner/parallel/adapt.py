@@ -1,9 +1,9 @@
 """LoRA adapters on a model whose parameters are sharded: every rank has the whole adapters, and the frozen base stays
 sharded.
 
-    data, replicate, context ranks compute with the whole adapter; torch gathers the base for each layer tensor ranks,
-    base divided by rows whole A: A·x ──▶ the rank's rows of B ──▶ its part of the output tensor ranks, base divided by
-    columns the rank's columns of A: its part of A·x ──▶ sum over ranks ──▶ whole B
+    data, replicate, context ranks         compute with the whole adapter; torch gathers the base for each layer
+    tensor ranks, base divided by rows     whole A: A·x ──▶ the rank's rows of B ──▶ its part of the output
+    tensor ranks, base divided by columns  the rank's columns of A: its part of A·x ──▶ sum over ranks ──▶ whole B
 
 Adapters are small, so sharding them would save little. Every rank has the gradient of its own tokens only; the
 optimizer sums the gradients over all ranks, once a step

@@ -162,9 +162,9 @@ class ParameterGroup(Section):
     lr_scale: float = Field(default=1.0, gt=0)
     """Factor of the learning rate: the group follows the schedule at this multiple."""
     weight_decay: float | None = Field(default=None, ge=0)
-    """Weight decay of all weights of the group, vectors too; unset: that of the learner, for matrices."""
+    """Weight decay of all weights of the group, vectors too; unset: the learner's weight decay, for matrices only."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = None
-    """The decay rates β of AdamW; unset: those of the learner. They have no effect on matrices that Muon updates."""
+    """The decay rates β of AdamW; unset: the learner's. They have no effect on matrices that Muon updates."""
 
     @model_validator(mode="after")
     def _refuse_group_without_effect(self) -> ParameterGroup:

@@ -1,7 +1,8 @@
 """The ranks of one learner and their communication, as a mesh of three dimensions:
 
-    samples ranks with different micro-batches (replicate · data) context ranks with different tokens of the same
-    micro-batch tensor ranks with the same tokens and different parts of the matrices
+    samples   ranks with different micro-batches             (replicate · data)
+    context   ranks with different tokens of the same micro-batch
+    tensor    ranks with the same tokens and different parts of the matrices
 
 Numbers and bytes in host memory are sent by Gloo; tensors of a GPU by NCCL. Nothing is pickled.
 """

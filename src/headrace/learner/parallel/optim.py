@@ -347,7 +347,7 @@ class ShardOptimizer:
 
 
 def _gradients(weights: Sequence[TrainedWeight]) -> list[Tensor]:
-    """Return the gradients of those of ``weights`` that have one."""
+    """Return the gradients of ``weights``, without the weights that have none."""
     return [one.master.grad for one in weights if one.master.grad is not None]
 
 

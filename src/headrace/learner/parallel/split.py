@@ -1,7 +1,7 @@
 """The computation of log π with a model whose parameters are sharded over ranks.
 
-    model's forward pass, with the head for the last token only ──▶ hidden states, from a hook on the trunk head's
-    forward pass, replaced by a pass over tiles or chunks ──▶ log π
+    model's forward pass, with the head for the last token only    ──▶ hidden states, from a hook on the trunk
+    head's forward pass, replaced by a pass over tiles or chunks   ──▶ log π
 
 Torch's sharding is implemented by hooks on the forward passes of the model and of its head: before a pass, parameters
 are gathered; after its backward pass, gradients are reduced over the ranks. Therefore the trunk runs inside the model's
