@@ -33,7 +33,7 @@ TOKEN = (
     # the prompt, to the engine
     Hop("control/loops/rollout", "RolloutLoop._run_together", "run_group"),
     Hop("rollout/siblings", "SiblingRunner.run", "generate_siblings"),
-    Hop("engine/fleet/fleet", "Fleet._siblings_of_one", "generate_siblings"),
+    Hop("engine/fleet/fleet", "Fleet._siblings_on", "generate_siblings"),
     Hop("launch/clients/engine", "EngineClient._flush", "send"),
     Hop("launch/channel", "ControllerChannel.send", "encode"),
     Hop("base/types/messages/codec", "MessageCodec.decode", "decode"),
