@@ -135,9 +135,8 @@ class ResampleCorrect(FilterSection):
         shuffled = [episodes[index] for index in rng.permutation(len(episodes))]
         correct = [episode for episode in shuffled if (episode.reward or 0.0) > self.threshold]
         incorrect = [episode for episode in shuffled if (episode.reward or 0.0) <= self.threshold]
-        correct.sort(
-            key=lambda episode: self.errors(episode, context)
-        )  # a stable sort keeps the random order of equals
+        # a stable sort keeps the random order of equals
+        correct.sort(key=lambda episode: self.errors(episode, context))
         num_wrong = self._num_wrong(len(correct), len(incorrect))
         kept = {episode.key.place for episode in [*incorrect[:num_wrong], *correct[: self.keep - num_wrong]]}
         return Verdict(

@@ -63,9 +63,8 @@ def insert(table: str, *, otherwise: str = "") -> str:
     '*, row_checksum(column1, column2) FROM (VALUES (?, ?))'
     """
     columns = COLUMNS[table]
-    values = ", ".join(
-        f"column{place}" for place in range(1, len(columns) + 1)
-    )  # SQLite's names for the columns of VALUES
+    # SQLite's names for the columns of VALUES
+    values = ", ".join(f"column{place}" for place in range(1, len(columns) + 1))
     # each parameter occurs once: using one twice needs numbered parameters, for which Python 3.12.0 to 3.12.3 warns
     return (
         f"INSERT {otherwise} INTO {table} ({', '.join(columns)}, row_checksum)"

@@ -117,9 +117,8 @@ class SqliteLedger:
                 (GroupState.READY, step, GroupState.DROPPED),
             )
             self._db.execute(f"UPDATE groups SET state = ? WHERE {UNFINISHED}", (GroupState.SUBMITTED,))
-            self._db.execute(
-                "UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED)
-            )  # the checkpoint contains their steps
+            # the checkpoint contains their steps
+            self._db.execute("UPDATE groups SET state = ? WHERE state = ?", (GroupState.RELEASED, GroupState.TRAINED))
             for table in ("steps", "learned"):
                 self._db.execute(f"DELETE FROM {table} WHERE step >= ?", (step,))
             self._db.execute(seal_rows("groups"))

@@ -77,9 +77,8 @@ class Writing:
             [(op.state, op.reason, op.oldest_version, op.at_s, number) for number, op in moves.items()],
         )
         taken = [(op.step, number) for number, op in moves.items() if op.step is not None]
-        if (
-            taken
-        ):  # a separate statement, because assigning an indexed column updates the index even if the value is the same
+        # a separate statement, because assigning an indexed column updates the index even if the value is the same
+        if taken:
             self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", taken)
         self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
