@@ -162,8 +162,8 @@ class ActivityBoard:
             if pulse() != last_pulse:
                 last_pulse = pulse()
                 self.progress()
-            found = standstills()
-            was_stopped, is_stopped = is_stopped, any(each.stopped for each in found)
+            stalled = standstills()
+            was_stopped, is_stopped = is_stopped, any(each.stopped for each in stalled)
             if was_stopped and not is_stopped:  # the process continues, or was replaced
                 self.progress()
             still_s = self._clock.now() - self._progress_at
@@ -174,7 +174,7 @@ class ActivityBoard:
                     bound = f"{STOPPED_PATIENCE} times {bound}, because a process is stopped"
                 raise StallError(
                     f"nothing has moved for {still_s:.0f} s ({bound}){self._oldest_pending()}"
-                    f"{''.join(f'; {each.words}' for each in found)}\n{self.in_words()}",
+                    f"{''.join(f'; {each.words}' for each in stalled)}\n{self.in_words()}",
                     remedy="look at the part that owes an answer: its log is in the run directory; "
                     "raise run.stall_timeout_s if it is only slow",
                 )

@@ -78,8 +78,8 @@ def trained_branches(place: int, episode: EpisodeGraph) -> list[TrainedBranch]:
         branch = episode.turns[turns[0]].branch
         assert branch is not None
         assert branch.reward is not None
-        before = episode.path(turns[0])[:-1]
-        length = sum(episode.turns[turn].tokens.num_sampled for turn in (*before, *turns))
+        prefix = episode.path(turns[0])[:-1]
+        length = sum(episode.turns[turn].tokens.num_sampled for turn in (*prefix, *turns))
         branches.append(
             TrainedBranch(place=place, pivot=pivot, reward=branch.reward, turns=tuple(turns), length=length)
         )

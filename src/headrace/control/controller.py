@@ -180,10 +180,10 @@ class Controller:
         steps_done = state.metrics.totals.steps_done
         if state.stop_requested or not state.flow.used_up or steps_done >= state.run.steps:
             return ""
-        left = len(flow.ready)
+        ready = len(flow.ready)
         cause = (
             f"data.epochs is used up after {steps_done} of {state.run.steps} steps: {flow.num_submitted} "
-            f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {left} are left, fewer than a "
+            f"groups were attempted, {sum(flow.dropped.values())} of them dropped, and {ready} are left, fewer than a "
             f"batch of {state.flow_config.groups_per_step}; raise data.epochs and --resume to continue"
         )
         state.warn(cause)
@@ -284,11 +284,11 @@ class Controller:
         """Evaluate every ``run.eval_every`` steps, until cancelled. Training continues in the meantime. An evaluation
         is reported for the version that was committed when it began."""
         state = self.state
-        due = state.flow.state.version + state.run.eval_every
+        next_version = state.flow.state.version + state.run.eval_every
         while True:
-            while state.flow.state.version < due:
+            while state.flow.state.version < next_version:
                 await state.flow.changed.wait()
-            due = state.flow.state.version + state.run.eval_every
+            next_version = state.flow.state.version + state.run.eval_every
             await self._evaluate("training")
 
     def record_recovery(self, recovery: Recovery) -> None:

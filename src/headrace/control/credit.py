@@ -189,7 +189,9 @@ def _segment_credits(algo: AlgoConfig, shares: Sequence[CreditShare], scores: Ou
     credits: list[dict[int, float]] = []
     for share in shares:
         places = [(turn, next(starts)) for turn in share.turns]
-        credits.append({turn: float(credit_N[at]) for turn, at in places if len(share.episode.turns[turn].tokens)})
+        credits.append(
+            {turn: float(credit_N[start]) for turn, start in places if len(share.episode.turns[turn].tokens)}
+        )
     return credits
 
 
@@ -208,10 +210,10 @@ def _state_key(episode: EpisodeGraph, turn: int, place: int) -> object:
     index of the turn in ``episode``. The key consists of the tokens between the turn and the previous sampled turn; if
     there are none, it is ``place``, the position of the turn in its share."""
     observed: list[bytes] = []
-    at = episode.turns[turn].parent
-    while at is not None and not episode.turns[at].tokens.sampled_T.any():
-        observed.append(episode.turns[at].tokens.ids_T.tobytes())
-        at = episode.turns[at].parent
+    index = episode.turns[turn].parent
+    while index is not None and not episode.turns[index].tokens.sampled_T.any():
+        observed.append(episode.turns[index].tokens.ids_T.tobytes())
+        index = episode.turns[index].parent
     return tuple(observed) or place
 
 

@@ -116,10 +116,10 @@ class Evaluator:
         async with asyncio.TaskGroup() as group:
             turns = None
             if parts.turn_scorer is not None:
-                whole = parts if parts.segments is None else replace(parts, segments=lambda _: ())
+                turn_parts = parts if parts.segments is None else replace(parts, segments=lambda _: ())
                 # evaluation records no entropies, which the cut into segments needs
                 turns = ProcessRewards(
-                    whole, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._current_trainer_state()
+                    turn_parts, parts.turn_scorer, group, nullcontext, trainer=lambda _: self._current_trainer_state()
                 )
             gate = asyncio.Semaphore(MAX_AT_ONCE)
             run = _EvaluationRun(listener=listener, runner=self._runner(listener, turns), turns=turns, gate=gate)

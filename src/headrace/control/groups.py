@@ -103,12 +103,12 @@ def close_group(
     """Return the decision whether a group is trained or dropped. ``episodes`` are its episodes, which have all ended.
     The group is dropped if fewer than ``min_episodes`` of them are scored, or if a filter drops it. ``context`` is
     passed to the filters."""
-    whole = ScoredGroup(number=number, episodes=unfiltered(episodes))
-    if len(whole.scored) < min_episodes:
-        return ClosedGroup(group=whole, reason=commonest_cause(episodes))
-    filtered = apply_filters(whole, filters, min_episodes=min_episodes, context=context)
+    unfiltered_group = ScoredGroup(number=number, episodes=unfiltered(episodes))
+    if len(unfiltered_group.scored) < min_episodes:
+        return ClosedGroup(group=unfiltered_group, reason=commonest_cause(episodes))
+    filtered = apply_filters(unfiltered_group, filters, min_episodes=min_episodes, context=context)
     if filtered.dropped:
-        return ClosedGroup(group=whole, reason=filtered.dropped, dropped_by=filtered.by)
+        return ClosedGroup(group=unfiltered_group, reason=filtered.dropped, dropped_by=filtered.by)
     # Filters do not reorder episodes; they set the status of episodes that they leave out or mask.
     pairs = zip(episodes, filtered.group.episodes, strict=True)
     changed = tuple(after for before, after in pairs if (before.status, before.cause) != (after.status, after.cause))

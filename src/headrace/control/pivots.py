@@ -198,21 +198,21 @@ class PivotResampler:
         points: list[_PivotPoint] = []
         for number, pivot in enumerate(self._chooser.choose(entropies, rng)):
             index, answer = answers[pivot.answer]
-            before = tuple(part for part in sampled if part.turn < answer.turn)
-            kept = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
-            begun = (*before, kept)
+            earlier_turns = tuple(part for part in sampled if part.turn < answer.turn)
+            cut_turn = msgspec.structs.replace(answer, tokens=answer.tokens[: pivot.at], stop_reason=None)
+            prefix = (*earlier_turns, cut_turn)
             parent = None if answer.request_id < 0 else answer.request_id
-            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=begun, parent=parent))
+            points.append(_PivotPoint(number=number, pivot=pivot, turn=index, begun=prefix, parent=parent))
         return points
 
     async def _run_attempts(self, group: OpenGroup, episode: EpisodeGraph, point: _PivotPoint) -> list[_PivotAttempt]:
         """Run, score and check the attempts at one pivot of an episode, and return them."""
         async with asyncio.TaskGroup() as tasks:
-            made = [
+            attempt_tasks = [
                 tasks.create_task(self._run_attempt(group.task, episode, point, branch))
                 for branch in range(self._config.branches)
             ]
-        attempts = [_PivotAttempt(episode=task.result()) for task in made]
+        attempts = [_PivotAttempt(episode=task.result()) for task in attempt_tasks]
         await self._score_attempts(group, [attempt.episode for attempt in attempts])
         self._mark_untrained(episode, point, attempts)
         self._count("branches", len(attempts))
@@ -255,17 +255,17 @@ class PivotResampler:
 
     def _mark_untrained(self, episode: EpisodeGraph, point: _PivotPoint, attempts: Sequence[_PivotAttempt]) -> None:
         """Set ``untrained`` of each attempt at one pivot that cannot be compared with the other attempts."""
-        index, at = point.turn, point.pivot.at
+        index, position = point.turn, point.pivot.at
         for attempt in attempts:
-            if not repeats(episode.turns, index, at, attempt.episode.turns):
+            if not repeats(episode.turns, index, position, attempt.episode.turns):
                 attempt.untrained = ENV_DIFFERS if attempt.episode.status is EpisodeStatus.SCORED else FAILED
             elif attempt.episode.status is not EpisodeStatus.SCORED:
                 attempt.untrained = FAILED
         candidates = [attempt for attempt in attempts if not attempt.untrained]
         # Branches are comparable only if the same weights sampled them: the weights of the first branch decide.
-        first_version = candidates[0].episode.turns[index].tokens.versions_T[at] if candidates else None
+        first_version = candidates[0].episode.turns[index].tokens.versions_T[position] if candidates else None
         for attempt in candidates:
-            if (attempt.episode.turns[index].tokens.versions_T[at:] != first_version).any():
+            if (attempt.episode.turns[index].tokens.versions_T[position:] != first_version).any():
                 attempt.untrained = OTHER_VERSION
         candidates = [attempt for attempt in attempts if not attempt.untrained]
         if len(candidates) == 1:
@@ -277,10 +277,10 @@ class PivotResampler:
         """Add the attempts at one pivot to the episode's graph as branches. The branches of all later pivots must have
         been added before. ``original`` are the turns of the episode without branches. An attempt that does not repeat
         the episode up to the pivot is not added."""
-        index, at = point.turn, point.pivot.at
-        fitting = [pair for pair in enumerate(attempts) if repeats(original, index, at, pair[1].episode.turns)]
+        index, position = point.turn, point.pivot.at
+        fitting = [pair for pair in enumerate(attempts) if repeats(original, index, position, pair[1].episode.turns)]
         if fitting:
-            split(episode.turns, index, [at])
+            split(episode.turns, index, [position])
         for branch, attempt in fitting:
             name = Branch(
                 pivot=point.number, number=branch, reward=None if attempt.untrained else attempt.episode.reward
@@ -289,7 +289,7 @@ class PivotResampler:
                 msgspec.structs.replace(turn, untrained=attempt.untrained or turn.untrained)
                 for turn in attempt.episode.turns
             ]
-            graft(episode.turns, index, at, turns, name)
+            graft(episode.turns, index, position, turns, name)
         for attempt in attempts:
             if attempt.untrained:
                 self._count(attempt.untrained, 1)

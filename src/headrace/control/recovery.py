@@ -87,6 +87,6 @@ def restore_flow(state: RunState, ledger: Ledger, start: StartingPoint) -> dict[
         )
     ready = sum(group.state is GroupState.READY for group in resumed.groups)
     if resumed.num_submitted:
-        more = len(resumed.groups) - ready
-        state.event(f"resumed at step {start.step}: {ready} groups are ready, {more} more continue")
+        num_unfinished = len(resumed.groups) - ready
+        state.event(f"resumed at step {start.step}: {ready} groups are ready, {num_unfinished} more continue")
     return resumed.checksums

@@ -102,14 +102,14 @@ class RunState:
         kind = kind or text
         if kind not in self.warning_counts and len(self.warning_counts) >= MAX_WARNINGS:
             kind = text = "there were more warnings than are kept"
-        known = kind in self.warning_counts
-        if known:
+        is_known = kind in self.warning_counts
+        if is_known:
             self.warning_counts[kind].times += 1
             if always:
                 self.warning_counts[kind].text, self.warning_counts[kind].latest = text, True
         else:
             self.warning_counts[kind] = WarningCount(text=text)
-        if known and not always:
+        if is_known and not always:
             return
         self.observers.event(Event(wall_s=self.metrics.wall_s, text=text, level="warning"))
 

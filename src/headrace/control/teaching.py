@@ -126,11 +126,11 @@ class Teaching:
     ) -> dict[int, TeacherScores] | str:
         """Return the teacher's scores of every turn that carries loss, by the index of the turn; or a text that says
         why the teacher failed."""
-        found: dict[int, TeacherScores] = {}
+        scores_by_turn: dict[int, TeacherScores] = {}
         for leaf in episode.leaves():
             path = episode.path(leaf)
             # Paths share their first turns; each turn is scored once, in the first path that contains it.
-            new_places = [place for place in path if place not in found and _carries_loss(episode, place)]
+            new_places = [place for place in path if place not in scores_by_turn and _carries_loss(episode, place)]
             if not new_places:
                 continue
             parts = [_without_routing(episode.turns[place].tokens) for place in path]
@@ -145,19 +145,19 @@ class Teaching:
             ends = np.cumsum([len(part) for part in parts])
             for place, part, end in zip(path, parts, ends.tolist(), strict=True):
                 if place in new_places:
-                    found[place] = _slice_scores(scores, slice(end - len(part), end), teacher.config.version)
-        return found
+                    scores_by_turn[place] = _slice_scores(scores, slice(end - len(part), end), teacher.config.version)
+        return scores_by_turn
 
     async def _call_with_retries(self, teacher: TeacherClient, tokens: Tokens) -> TopScores | str:
         """Return the teacher's scores of ``tokens``, or a text that says why the last call failed. A failed call is
         repeated, up to the number of retries, if another call may succeed."""
-        pause_s, left = FIRST_PAUSE_S, teacher.config.retries
+        pause_s, num_left = FIRST_PAUSE_S, teacher.config.retries
         while True:
             scores, again = await self._call_once(teacher, tokens)
-            if not isinstance(scores, str) or not (again and left):
+            if not isinstance(scores, str) or not (again and num_left):
                 return scores
             await asyncio.sleep(pause_s)
-            pause_s, left = min(2 * pause_s, LONGEST_PAUSE_S), left - 1
+            pause_s, num_left = min(2 * pause_s, LONGEST_PAUSE_S), num_left - 1
 
     async def _call_once(self, teacher: TeacherClient, tokens: Tokens) -> tuple[TopScores | str, bool]:
         """Call the teacher once for its scores of ``tokens``. Return the scores, or a text that says why the call

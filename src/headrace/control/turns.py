@@ -100,7 +100,7 @@ class ProcessRewards:
         """Set the process rewards of an episode's turns, and return one result that combines the results of all turns.
         It has no reward if a turn has none.
 
-        Turns that the episode no longer has, such as those of an attempt that was retried, do not count.
+        Results of turns that the episode does not contain are ignored, such as turns of an attempt that was retried.
         """
         # The identity of the token array identifies a turn, because two turns may have equal tokens.
         place_of = {id(turn.tokens.ids_T): place for place, turn in enumerate(episode.turns)}

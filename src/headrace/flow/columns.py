@@ -134,20 +134,20 @@ class ColumnFiles:
         newest = max(number, self._newest.get(writer, -1))
         self._newest[writer] = newest
         users = set(open_groups())
-        for other in self._users_by_file.keys() - self._closed:
-            if writer_of(other)[0] == writer and writer_of(other)[1] < newest:
-                self._closed.add(other)
-                self._users_by_file[other] |= users
+        for other_name in self._users_by_file.keys() - self._closed:
+            if writer_of(other_name)[0] == writer and writer_of(other_name)[1] < newest:
+                self._closed.add(other_name)
+                self._users_by_file[other_name] |= users
 
 
 def files_of(turns: Iterable[Turn | TokenChunk]) -> set[str]:
     """Return the names of the store's files that contain columns of ``turns``."""
-    found: set[str] = set()
+    names: set[str] = set()
     for turn in turns:
         context = turn.context_routing if isinstance(turn, Turn) else turn.prompt_routing
         for column in (turn.tokens.kept, turn.tokens.routing, context):
-            found.update(_files(column))
-    return found
+            names.update(_files(column))
+    return names
 
 
 def remove(files: Sequence[Path]) -> None:

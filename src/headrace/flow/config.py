@@ -35,11 +35,11 @@ class FlowConfig(Section):
     another baseline: ``gae`` or ``reinforce_pp``."""
     policy: PolicyConfig = Bounded()
     """The staleness policy: it decides when a group may start, which groups make the next batch, and what happens to
-    groups that are too old. A name alone stands for its table: ``policy = "windowed"`` means ``[flow.policy] kind =
-    "windowed"``."""
+    groups that are too old. A name can be given instead of a table: ``policy = "windowed"`` means ``[flow.policy] kind
+    = "windowed"``."""
     pacing: PacingConfig = JustInTime()
     """When a group that the policy admits starts: ``just_in_time``, as late as the learner can bear, so that its tokens
-    are as new as they can be; ``eager``, at once. A name alone stands for its table."""
+    are as new as they can be; ``eager``, at once. A name can be given instead of a table."""
     max_age: NonNegativeInt | Literal["auto"] = 1
     """The staleness bound: no token is trained by a learner more than this many versions newer than the weights that
     sampled it. 0 makes the run synchronous. ``"auto"`` tunes the bound during the run (see ``age_tuning``). Unset: the

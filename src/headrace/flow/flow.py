@@ -2,8 +2,8 @@
 together.
 
 A group holds the attempts at one task. It is *admitted* when it may start, *ready* when it may be trained, *taken* when
-a step has it in its batch, and *released* when engines use the weights that it helped to make; from its admission to
-then it holds a *slot*.
+the batch of a step contains it, and *released* when the engines use the weights of the step that trained it. From its
+admission to its release, it occupies a *slot*.
 
 Methods never wait, except :meth:`Flow.flush`: they act at once, or return that nothing can be done yet. A loop of the
 controller that cannot continue waits for the signal ``changed`` and calls again.
@@ -277,8 +277,8 @@ class Flow:
         which frees their slots. ``checksum`` is one hash of all tensors of the version."""
         self.state.version = version
         self._pacer.committed(version, self._clock.now())
-        contained = [other for other in self._unreleased if other <= version]
-        numbers = tuple(number for other in contained for number in self._unreleased.pop(other))
+        contained = [made_version for made_version in self._unreleased if made_version <= version]
+        numbers = tuple(number for made_version in contained for number in self._unreleased.pop(made_version))
         for number in numbers:
             self.state.move(number, GroupState.RELEASED)
         self._writer.write(CommitVersion(version=version, numbers=numbers, checksum=checksum, at_s=self._clock.wall()))

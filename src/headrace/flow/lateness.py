@@ -73,11 +73,11 @@ def expected_wait_s(want_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort],
     if finite == len(took_s) and oldest_s < longest_s <= newest_s + first_s:
         return 0.0  # at the first want, each group has run for the longest duration
     after_s = np.linspace(first_s, max(last_s, longest_s - newest_s), POINTS)
-    late = _chance_of_late(after_s, took_s, cohorts, spare)
+    late_chances = _chance_of_late(after_s, took_s, cohorts, spare)
     # weighted with the probability that the learner wants the batch at that time
-    late *= np.searchsorted(want_s, after_s, side="right") / len(want_s)
+    late_chances *= np.searchsorted(want_s, after_s, side="right") / len(want_s)
     # the integral by the trapezoidal rule
-    return float((late.sum() - (late[0] + late[-1]) / 2) * (after_s[1] - after_s[0]))
+    return float((late_chances.sum() - (late_chances[0] + late_chances[-1]) / 2) * (after_s[1] - after_s[0]))
 
 
 def _chance_of_late(after_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort], spare: int) -> Seconds:

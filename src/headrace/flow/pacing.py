@@ -285,7 +285,7 @@ class JustInTime(PacingSection):
 
 AnyPacing = JustInTime | Eager
 PACINGS = Kinds(AnyPacing, group="headrace.pacings", setting="flow.pacing", contract=PacingSection)
-"""The registry of all kinds of pacing, those of installed packages included."""
+"""The registry of all kinds of pacing, including kinds of installed packages."""
 PacingConfig = Annotated[AnyPacing, PACINGS]
 
 
@@ -506,10 +506,10 @@ class _AwaitedBatch:
         """Return the expected wait of the learner for the batch, in seconds, if ``fresh`` more groups start after
         ``delay_s`` seconds. If new groups are due in this batch, no spare groups are assumed, since the batch has to
         wait for every group that is due."""
-        before, after = self.due
-        due = after if delay_s > self.commit_s else before
-        num = min(fresh, self.lacking) if due else fresh
-        cohorts = [*self.cohorts, Cohort(-delay_s, num, due)] if num else self.cohorts
+        due_before, due_after = self.due
+        is_due = due_after if delay_s > self.commit_s else due_before
+        num = min(fresh, self.lacking) if is_due else fresh
+        cohorts = [*self.cohorts, Cohort(-delay_s, num, is_due)] if num else self.cohorts
         return expected_wait_s(self.want_s, self.took_s, cohorts, self.needed)
 
 

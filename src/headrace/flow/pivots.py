@@ -51,8 +51,8 @@ class PivotConfig(Section):
     """Least number of tokens between two pivots, and between a pivot and the beginning of its turn. ``utility`` and
     ``uniform`` choose among every ``gap``-th token."""
     weight: float = Field(default=1.0, ge=0)
-    """The weight λ of the branches: the loss is that of the episodes plus λ times that of the branches, each reduced
-    separately."""
+    """The weight λ of the branches: the loss is the loss of the episodes plus λ times the loss of the branches, each
+    reduced separately."""
 
     @model_validator(mode="after")
     def _refuse_depth_bias_without_effect(self) -> Self:
@@ -133,17 +133,17 @@ def outcomes_of(episode: EpisodeGraph, threshold: float) -> list[tuple[float, bo
     branches earned a reward above ``threshold``. Pivots of which no branch has a reward are left out."""
     is_own = [turn.branch is None and not turn.untrained for turn in episode.turns]
     lengths = [turn.tokens.num_sampled for turn in episode.turns]
-    found: dict[int, tuple[float, bool]] = {}
+    outcomes: dict[int, tuple[float, bool]] = {}
     for turn in episode.turns:
         branch, parent = turn.branch, turn.parent
         if branch is None or branch.reward is None or parent is None:
             continue
-        if branch.pivot not in found:
+        if branch.pivot not in outcomes:
             sampled = [length if counted else 0 for length, counted in zip(lengths, is_own, strict=True)]
-            found[branch.pivot] = (sum(sampled[: parent + 1]) / sum(sampled), False)
-        depth, success = found[branch.pivot]
-        found[branch.pivot] = (depth, success or branch.reward > threshold)
-    return [found[pivot] for pivot in sorted(found)]
+            outcomes[branch.pivot] = (sum(sampled[: parent + 1]) / sum(sampled), False)
+        depth, success = outcomes[branch.pivot]
+        outcomes[branch.pivot] = (depth, success or branch.reward > threshold)
+    return [outcomes[pivot] for pivot in sorted(outcomes)]
 
 
 class PivotChooser:
@@ -180,8 +180,8 @@ class PivotChooser:
         for entropies_T in entropies:
             known_T[start : start + min(self._config.gap, len(entropies_T))] = -np.inf
             start += len(entropies_T)
-        found = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
-        return [place for place in found if np.isfinite(known_T[place])]
+        places = spikes(known_T, most=self._config.per_episode, gap=self._config.gap)
+        return [place for place in places if np.isfinite(known_T[place])]
 
     def _draw_places(self, starts: npt.NDArray[np.int64], rng: np.random.Generator) -> list[int]:
         """Draw positions among every ``gap``-th token of each answer, and return them in ascending order, as indices

@@ -82,7 +82,7 @@ class FlowState:
     groups: dict[int, GroupEntry] = field(default_factory=dict)
     """All groups except released and dropped ones, by number."""
     ready: set[int] = field(default_factory=set)
-    """Numbers of the ready groups, those of replayed steps included."""
+    """Numbers of the ready groups, including groups of replayed steps."""
     ready_by_oldest: dict[int, dict[int, None]] = field(default_factory=dict)
     """Ready groups that belong to no replayed step, by oldest version; within a version, in the order in which they
     became ready."""
@@ -154,8 +154,8 @@ class FlowState:
         entry.state = new
         match new:
             case GroupState.ADMITTED:
-                kept = entry.oldest_version  # the version of tokens from before a crash
-                entry.oldest_version = self.version if kept is None else min(kept, self.version)
+                kept_version = entry.oldest_version  # the version of tokens from before a crash
+                entry.oldest_version = self.version if kept_version is None else min(kept_version, self.version)
             case GroupState.READY if versions is not None:
                 entry.oldest_version, entry.newest_version = versions
             case GroupState.TAKEN:
@@ -206,9 +206,9 @@ class FlowState:
     def set_max_age(self, max_age: int) -> None:
         """Set the staleness bound, in versions. A higher bound applies to all tokens at once. A lower bound applies
         only to tokens of later versions, because older tokens were admitted under the earlier bound."""
-        before = self.limits.max_age
+        earlier_bound = self.limits.max_age
         self.limits = replace(self.limits, max_age=max_age)
-        self.extend_bound(self.version + 1, before)
+        self.extend_bound(self.version + 1, earlier_bound)
 
     def extend_bound(self, until: int, max_age: int) -> None:
         """Allow tokens of versions before ``until`` to be trained up to the age ``max_age``, even if the bound is lower
@@ -289,8 +289,8 @@ class FlowState:
     def conserved(self) -> bool:
         """Return whether no group was lost or counted twice: submitted = released + dropped + in flight, where each
         number is counted separately."""
-        left = self.counts[GroupState.RELEASED] + sum(self.dropped.values())
-        return self.num_submitted == left + len(self.groups) and self.counts[GroupState.DROPPED] == sum(
+        num_left = self.counts[GroupState.RELEASED] + sum(self.dropped.values())
+        return self.num_submitted == num_left + len(self.groups) and self.counts[GroupState.DROPPED] == sum(
             self.dropped.values()
         )
 

@@ -63,24 +63,24 @@ class Concurrency:
         (12, 'capacity 16 → 12 groups: 3 sequences had to leave the cache')
         """
         limit = max(limit, self.floor)
-        now = replace(self, last_stats=stats, capacity=min(self.capacity, limit))
+        state = replace(self, last_stats=stats, capacity=min(self.capacity, limit))
         step = max(1, self.floor // 4)
-        in_effect = num_running <= now.capacity
+        in_effect = num_running <= state.capacity
         preempted = stats.preempted - self.last_stats.preempted
         used = stats.cache_blocks_used / stats.cache_blocks if stats.cache_blocks else 0.0
         if preempted > 0 or used > FULL:
             why = f"{preempted} sequences had to leave the cache" if preempted > 0 else f"the cache is {used:.0%} full"
-            cut = int(CUT * now.capacity) if in_effect else now.capacity
-            return replace(now, searching=False)._with_capacity(cut, limit, why)
+            cut = int(CUT * state.capacity) if in_effect else state.capacity
+            return replace(state, searching=False)._with_capacity(cut, limit, why)
         if stats.waiting > stats.running // 2 and stats.running > 0:
             why = f"{stats.waiting} requests wait while {stats.running} run"
-            return replace(now, searching=False)._with_capacity(
-                now.capacity - step if in_effect else now.capacity, limit, why
+            return replace(state, searching=False)._with_capacity(
+                state.capacity - step if in_effect else state.capacity, limit, why
             )
-        if num_running < now.capacity or stats.waiting or used > RISE_BELOW:
-            return now, ""
+        if num_running < state.capacity or stats.waiting or used > RISE_BELOW:
+            return state, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return now._with_capacity(2 * now.capacity if self.searching else now.capacity + step, limit, why)
+        return state._with_capacity(2 * state.capacity if self.searching else state.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
         """Return the state with ``capacity``, limited to the range from one batch to ``limit``, and a sentence that
@@ -151,8 +151,8 @@ class AgeTuner:
             return self._with_bound(-1, f"effective sample size {ess:.3g} < {self.settings.min_ess:g}")
         if kl > self.settings.max_kl:
             return self._with_bound(-1, f"KL of stale tokens {kl:.2g} > {self.settings.max_kl:g}")
-        good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
-        tuner = replace(self, good=self.good + 1 if good else 0)
+        is_good = kl < self.settings.max_kl / 2 and oldest_age >= self.max_age
+        tuner = replace(self, good=self.good + 1 if is_good else 0)
         if tuner.good < self.settings.patience:
             return tuner, ""
         why = f"{tuner.good} good steps in a row reached it; the last: effective sample size {ess:.3g}, KL {kl:.2g}"

@@ -60,11 +60,11 @@ class PolicyConfig(Section):
         """Raise :class:`ConfigError` for an engine that is a server, and for a separate device of the engine or the
         learner."""
         self.engine.refuse_server("a policy of a loop of its own")
-        for name, given in (("engine", self.engine.device), ("learner", self.learner.device)):
-            if given != AUTO:
+        for name, device_name in (("engine", self.engine.device), ("learner", self.learner.device)):
+            if device_name != AUTO:
                 raise ConfigError(
-                    f"{name}.device={given!r}: engine and learner of a policy share one device",
-                    remedy=f"give device={given!r} instead",
+                    f"{name}.device={device_name!r}: engine and learner of a policy share one device",
+                    remedy=f"give device={device_name!r} instead",
                 )
         return self
 
@@ -137,15 +137,17 @@ def resolve(
     >>> resolve({"model": {"path": "m"}}, {"engine": {"temperature": 0.8}}, 1e-5, "gspo").algo.loss.kind
     'gspo'
     """
-    given = {key: _section_as_dict(value) if isinstance(value, Section) else value for key, value in settings.items()}
+    overrides = {
+        key: _section_as_dict(value) if isinstance(value, Section) else value for key, value in settings.items()
+    }
     for short, value, section, key in (("lr", lr, "learner", "lr"), ("loss", loss, "algo", "loss")):
         if value is None:
             continue
-        table = dict(given.get(section, {}))
+        table = dict(overrides.get(section, {}))
         if key in table:
             raise ConfigError(f"{short} and {section}.{key} are both given", remedy="give one of them")
-        given[section] = {**table, key: value}
-    tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in given)}, given)
+        overrides[section] = {**table, key: value}
+    tree = merge({key: value for key, value in base.items() if not (key == "algo" and "algo" in overrides)}, overrides)
     path = tree.get("model", {}).get("path")
     if isinstance(path, str) and path:
         resolved = path if is_hub_name(path) and not Path(path).exists() else str(Path(path).expanduser().resolve())
@@ -157,8 +159,8 @@ def with_local_models(config: PolicyConfig) -> PolicyConfig:
     """Return the settings with each hub name of a model replaced by a local directory. A model that is not in the cache
     is downloaded."""
     tree = config.model_dump(mode="json")
-    found = with_models(tree, lambda setting, path: local_directory(path, setting))
-    return config if found == tree else validate(PolicyConfig, found)
+    local = with_models(tree, lambda setting, path: local_directory(path, setting))
+    return config if local == tree else validate(PolicyConfig, local)
 
 
 def _section_as_dict(section: Section) -> dict[str, Any]:

@@ -135,14 +135,14 @@ class _Check:
         self._model: PreTrainedModel | None = load_model(config.model_copy(update={"lora": None}))
         self._config = config
         self._report = report
-        read = read_config(config.path)
-        self._largest = largest_gap(config.dtype, rerouted=is_mixture(read))
-        self._max_far_share = REROUTED_SHARE if is_mixture(read) else 0.0
-        self._lengths = compared_lengths(read, limit_of(config.path).length, longest)
+        text_config = read_config(config.path)
+        self._largest = largest_gap(config.dtype, rerouted=is_mixture(text_config))
+        self._max_far_share = REROUTED_SHARE if is_mixture(text_config) else 0.0
+        self._lengths = compared_lengths(text_config, limit_of(config.path).length, longest)
         rng = np.random.default_rng(0)
         # only ids that both tokenizer and model have
-        known = load_tokenizer(config.path).vocab_size
-        self._vocab = vocab = min(known, vocabulary_of(self._model))
+        num_text_ids = load_tokenizer(config.path).vocab_size
+        self._vocab = vocab = min(num_text_ids, vocabulary_of(self._model))
         self._sequences = [rng.integers(3 % vocab, vocab, length).astype(np.int32) for length in self._lengths]
 
     def run(self, *, whole: bool) -> None:
@@ -224,8 +224,10 @@ class _Check:
         groups = await policy.sample([prompt, prompt], n=2, max_new_tokens=8)
         gradient = policy.forward_backward(groups, [[1.0, -0.5], [0.5, -1.0]])
         update = policy.optim_step()
-        moved = update.grad_norm > 0
-        self._add_finding("train", f"loss {gradient.metrics['loss']:.3g}, gradient norm {update.grad_norm:.3g}", moved)
+        has_gradient = update.grad_norm > 0
+        self._add_finding(
+            "train", f"loss {gradient.metrics['loss']:.3g}, gradient norm {update.grad_norm:.3g}", has_gradient
+        )
         swap = await policy.publish()
         self._add_finding("publish", f"version {swap.version}", swap.version == 1)
         scored = await policy.score([Tokens.observed(ids_T) for ids_T in self._sequences], temperature=1.0)
@@ -291,9 +293,9 @@ def compared_lengths(config: Any, limit: int, longest: int) -> list[int]:
         each for name in ("sliding_window", "attention_chunk_size", "index_topk") for each in by_layer(config, name)
     ]
     beyond += [parameters.get("original_max_position_embeddings") for _, parameters in rope_types(config)]
-    wanted = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
+    lengths = {*LENGTHS, *(each + 40 for each in beyond if isinstance(each, int))}
     most = min(limit, longest)
-    return sorted({min(length, most) for length in wanted})
+    return sorted({min(length, most) for length in lengths})
 
 
 Span = tuple[FloatColumn, FloatColumn]
@@ -326,9 +328,9 @@ def plain(config: ModelConfig) -> Iterator[PlainModel]:
     """Load the model with transformers and its eager attention, and yield it as the reference. For a multimodal
     checkpoint, this is the whole model. Raises :class:`~headrace.base.errors.ModelError` for a model that is not a
     causal language model."""
-    whole, read = read_whole_config(config.path), read_config(config.path)
-    multimodal = type(whole) is not type(read)
-    kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole)] if multimodal else causal_class(read)
+    whole_config, text_config = read_whole_config(config.path), read_config(config.path)
+    multimodal = type(whole_config) is not type(text_config)
+    kind = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(whole_config)] if multimodal else causal_class(text_config)
     if kind is None:
         raise ModelError(f"model.path={config.path!r} is not a causal language model", remedy="name another model")
     with BUILDING:

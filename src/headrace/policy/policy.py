@@ -266,9 +266,9 @@ class Policy:
                 "the sample to fork was not sampled by this policy since it was loaded",
                 remedy="fork what its sample() returned, or give the first tokens to sample() as a prompt",
             )
-        given = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
+        common = Tokens.observed(sample.full.ids_T[: len(sample.prompt) + at])
         options = RequestOptions(fork=ForkRequest(parent=sample.request_id, at=at, stale=stale))
-        (group,) = self._sampler.plan([given], n, seed, how)
+        (group,) = self._sampler.plan([common], n, seed, how)
         requests = [replace(one, group=sample.group, options=options) for one in group]
         (forked,) = await self._sampler.sample(engine, [requests])
         return forked

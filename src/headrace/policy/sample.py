@@ -180,27 +180,27 @@ def _advantage_column(place: int, sample: Sample, advantage: Any) -> FloatColumn
     :class:`~headrace.base.errors.DataError` for advantages with another shape, and for advantages that are not
     finite."""
     try:
-        given = np.asarray(advantage, np.float32)
+        values = np.asarray(advantage, np.float32)
     except (TypeError, ValueError):
         raise DataError(f"the advantage of sample {place} is {advantage!r}", remedy="give a number") from None
-    if given.ndim and given.shape != (len(sample.tokens),):
+    if values.ndim and values.shape != (len(sample.tokens),):
         raise DataError(
-            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {given.shape}",
+            f"sample {place} has {len(sample.tokens)} tokens in its answer and advantages of shape {values.shape}",
             remedy="give one number, or one for each token of the answer",
         )
-    if not np.isfinite(given).all():
+    if not np.isfinite(values).all():
         raise DataError(
             f"an advantage of sample {place} is not finite",
             remedy="give finite advantages; leave a sample that does not count out, or give it 0",
         )
-    if not given.ndim:
-        return np.full(len(sample.prompt) + len(sample.tokens), given, np.float32)
+    if not values.ndim:
+        return np.full(len(sample.prompt) + len(sample.tokens), values, np.float32)
     if sample.prompt.sampled_T.any():
         raise DataError(
             f"sample {place} has advantages per token, and its prompt holds sampled tokens, which have none",
             remedy="give one number, or a prompt of Tokens.observed(ids)",
         )
-    return np.concatenate([np.zeros(len(sample.prompt), np.float32), given])
+    return np.concatenate([np.zeros(len(sample.prompt), np.float32), values])
 
 
 def _refuse_foreign(name: str, sample: Sample, full: Tokens, required: SampleRequirements) -> None:

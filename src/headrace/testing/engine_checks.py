@@ -58,9 +58,11 @@ def truncated(rig: Rig) -> None:
     distribution, so that they are higher than over the whole vocabulary."""
     for limits in ({"top_k": 3}, {"top_p": 0.6}, {"min_p": 0.2}):
         (output,) = rig.finish(rig.add([3, 4, 5], max_new_tokens=16, **limits))
-        whole = rig.reference(rig.version, output)
-        assert (np.asarray(output.logprobs) >= whole - CLOSE).all(), "less likely than in the whole vocabulary"
-        assert np.asarray(output.logprobs).sum() > whole.sum() + CLOSE, "nothing was cut off, or not renormalised"
+        whole_logprobs = rig.reference(rig.version, output)
+        assert (np.asarray(output.logprobs) >= whole_logprobs - CLOSE).all(), "less likely than in the whole vocabulary"
+        assert np.asarray(output.logprobs).sum() > whole_logprobs.sum() + CLOSE, (
+            "nothing was cut off, or not renormalised"
+        )
 
 
 def no_truncation(rig: Rig) -> None:
@@ -194,13 +196,13 @@ def interrupted(rig: Rig, mode: Interrupt) -> None:
     assert (report.version, report.mode) == (rig.version, mode)
     num_interrupted = 0 if mode in (Interrupt.DRAIN, Interrupt.BATCH) else len(numbers)
     assert report.carried_over + report.restarted == num_interrupted, "sequences had ended before the commit"
-    fresh = rig.add([9, 4, 5])
+    fresh_request = rig.add([9, 4, 5])
     for output in rig.finish(*numbers):
         assert len(output.ids) == LONGER
         ages = oldest(np.array(output.versions, np.int32)).tolist()  # a mixed version counts as the older one
         assert ages == sorted(ages), "a token of the old weights came after one of the new"
         _check_versions(rig, output, old, mode)
-    (output,) = rig.finish(fresh)
+    (output,) = rig.finish(fresh_request)
     assert set(output.versions) == {rig.version}
     close(output.logprobs, rig.reference(rig.version, output))
 
@@ -277,8 +279,8 @@ def warm_scores(rig: Rig) -> None:
     """Check that the engine scores given tokens at another temperature than 1."""
     (output,) = rig.finish(rig.add([3, 4, 5]))
     ids_T = np.array(output.prompt + output.ids, np.int32)
-    found = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
-    close(found[3:], rig.reference(rig.version, output, 2.0))
+    logprobs = rig.core.score(ScoreTokens(call=0, ids_T=ids_T, temperature=2.0))
+    close(logprobs[3:], rig.reference(rig.version, output, 2.0))
 
 
 def no_warm_scores(rig: Rig) -> None:
@@ -443,9 +445,9 @@ def experts(rig: Rig) -> None:
     parts = [chunk.tokens.routing for chunk in output.chunks]
     known_T = np.concatenate([part.known_T for part in parts if part is not None])
     assert known_T.tolist() == [True] * 19 + [False]
-    found = np.concatenate([prompt.experts_RLK, *(part.experts_RLK for part in parts if part is not None)])
-    expected = _experts_of(rig, output)[: len(found)]
-    assert (np.sort(found, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
+    recorded = np.concatenate([prompt.experts_RLK, *(part.experts_RLK for part in parts if part is not None)])
+    expected = _experts_of(rig, output)[: len(recorded)]
+    assert (np.sort(recorded, -1) == np.sort(expected, -1)).all(), "tokens went to other experts"
 
 
 def _experts_of(rig: Rig, output: RequestOutput) -> Experts:

@@ -57,8 +57,8 @@ def main(arguments: list[str]) -> None:
     device, seconds, *options = arguments
     clock = RealClock()
     end_s = clock.now() + float(seconds)
-    for found in check(device, few="--few" in options):
-        sys.stdout.write(json.dumps(found) + "\n")
+    for result in check(device, few="--few" in options):
+        sys.stdout.write(json.dumps(result) + "\n")
         sys.stdout.flush()
         if clock.now() > end_s:
             break

@@ -141,16 +141,16 @@ def _check_engine(kind: str, how: str, make: OpenRig, can: Capabilities | None =
     """Check one engine with all suites, and return its column of the table. ``make`` opens a rig with the engine,
     ``how`` is the part of the heading that says whether the engine is real or a fake, and ``can`` are its capabilities;
     ``None``: the capabilities of engines of this ``kind``."""
-    can, title, found = can or ENGINES.load(kind).capabilities, kind, list[str]()
+    can, title, results = can or ENGINES.load(kind).capabilities, kind, list[str]()
     for suite in SUITES.values():
         if not suite.has(can):
-            found += [AT_LOAD] * len(suite.clauses)
+            results += [AT_LOAD] * len(suite.clauses)
             continue
         with _open_rig(suite, make, can) as rig:
             if isinstance(rig.core, ServedEngine):
                 title = f"{rig.core.facts()['server']}, {how}"
-            found += [_check_clause(clause, rig) for clause in suite.clauses]
-    return Column(title=title, can=can, found=tuple(found))
+            results += [_check_clause(clause, rig) for clause in suite.clauses]
+    return Column(title=title, can=can, found=tuple(results))
 
 
 @contextmanager

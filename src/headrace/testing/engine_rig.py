@@ -127,9 +127,9 @@ class Rig:
         are fields of the sampling parameters; by default, an answer has at most 12 tokens, and every request has a
         different seed."""
         self.requests += 1
-        wanted = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
+        parameters = Sampling(**{"max_new_tokens": 12, "seed": self.requests, **sampling})  # type: ignore[arg-type]
         return GenerateRequest(
-            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=wanted
+            request_id=self.requests, prompt_ids_T=np.array(prompt, np.int32), sampling=parameters
         )  # fmt: skip
 
     def collect(self, request: GenerateRequest) -> int:

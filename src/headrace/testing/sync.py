@@ -178,9 +178,9 @@ def through(codec: Codec, name: str, tensor: Tensor) -> Tensor:
     codec rounds it."""
     parts = [torch.empty(part.shape, dtype=part.dtype) for part in codec.form.parts(name, tensor).values()]
     codec.form.write(parts, tensor)
-    out = torch.empty_like(tensor)
-    codec.form.read(parts, out)
-    return out
+    decoded = torch.empty_like(tensor)
+    codec.form.read(parts, decoded)
+    return decoded
 
 
 def receiver_with_faults(
@@ -188,14 +188,14 @@ def receiver_with_faults(
 ) -> tuple[Receiver, FaultyInbox]:
     """Return a new receiver for ``route``, which changes the tensors ``engine`` in place, and its inbox, which can flip
     bits that ``rng`` draws."""
-    made: list[FaultyInbox] = []
+    inboxes: list[FaultyInbox] = []
 
     def open_inbox(limit_bytes: int) -> Inbox:
         """Return the transport's inbox for payloads of at most ``limit_bytes``, inside of a :class:`FaultyInbox`."""
-        made.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
-        return made[0]
+        inboxes.append(FaultyInbox(TRANSPORTS.load(route.transport).open_inbox(route, TOKEN, limit_bytes), rng))
+        return inboxes[0]
 
-    return Receiver(engine, codec_of(route.codec), open_inbox), made[0]
+    return Receiver(engine, codec_of(route.codec), open_inbox), inboxes[0]
 
 
 @contextmanager

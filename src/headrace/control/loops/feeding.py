@@ -96,19 +96,19 @@ class Feeder:
         async with asyncio.TaskGroup() as orders:
             while True:
                 await self._orders_allowed.acquire()
-                taken = await self._next_batch()
-                if taken is None:
+                batch = await self._next_batch()
+                if batch is None:
                     break
-                await self._orders.put(await self._order(taken, orders))
+                await self._orders.put(await self._order(batch, orders))
             await self._orders.put(None)
 
     async def _next_batch(self) -> TakenBatch | None:
         """Wait for a batch of the flow and return it; return ``None`` if there will be no further batch."""
         state = self._state
         while not (state.stop_requested or state.flow.finished):
-            taken = state.flow.take()
-            if taken is not None:
-                return taken
+            batch = state.flow.take()
+            if batch is not None:
+                return batch
             if state.flow.used_up:
                 break
             await state.flow.changed.wait()
@@ -144,7 +144,7 @@ class Feeder:
             slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
         snapshot = orders.create_task(self._snapshot(step + 1, slot))
-        due = (step + 1) % state.run.checkpoint_every == 0
+        saves_checkpoint = (step + 1) % state.run.checkpoint_every == 0
         return OrderedStep(
             step=step,
             groups=taken.groups,
@@ -156,7 +156,7 @@ class Feeder:
             trained=trained,
             slot_s=slot_s,
             snapshot=snapshot,
-            saving=self._saver.begin(step + 1, orders) if due else None,
+            saving=self._saver.begin(step + 1, orders) if saves_checkpoint else None,
         )
 
     async def _sleep_engine(self) -> None:

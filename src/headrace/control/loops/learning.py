@@ -152,17 +152,17 @@ class LearningLoop:
         if masked:
             state.warn("flow.filters have masked every answer of a batch: its step changes no weight")
             return
-        whole = "batch" if state.flow_config.group_size == 1 else "group"
+        unit = "batch" if state.flow_config.group_size == 1 else "group"
         if self._without_signal >= state.flow_config.max_idle_batches:
             reward = next(episode.reward for group in groups for episode in group.scored)
             raise NothingToLearn(
-                f"in {self._without_signal} steps in a row all episodes of a {whole} got the same reward (the last: "
+                f"in {self._without_signal} steps in a row all episodes of a {unit} got the same reward (the last: "
                 f"{reward:g}): there is nothing to prefer",
                 remedy="look at completions and reward; make tasks easier or harder, raise flow.group_size or "
                 "engine.temperature, or raise flow.max_idle_batches; then --resume",
             )
         if self._without_signal >= max(2, state.flow_config.max_idle_batches // 2):
-            state.warn(f"the rewards of a {whole} are all equal, for many steps in a row: there is nothing to prefer")
+            state.warn(f"the rewards of a {unit} are all equal, for many steps in a row: there is nothing to prefer")
 
 
 class Tuning:

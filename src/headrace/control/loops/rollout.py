@@ -25,7 +25,7 @@ from headrace.rollout import EpisodeRunner, Withdrawal
 from headrace.rollout.siblings import OnEnded, SiblingRunner
 
 FinishedEpisodes = asyncio.Queue[tuple[OpenGroup, Sequence[EpisodeGraph]]]
-"""The queue of episodes that have ended. An item is a group and those of its episodes that ended together."""
+"""The queue of episodes that have ended. An item is a group and the episodes of this group that ended together."""
 RunEpisodeAlone = Callable[[EpisodeKey, Task, Withdrawal, Sequence[TokenChunk]], Awaitable[EpisodeGraph]]
 """A function that runs one episode, which continues from recorded tokens."""
 RunGroup = Callable[[int, int, Task, OnEnded], Awaitable[None]]
@@ -186,8 +186,8 @@ class RolloutLoop:
             return
         for place in range(group.size):
             if place not in ended_places:
-                begun = [part for part in admission.partial_turns if part.key.place == place]
-                episodes.create_task(self._run_alone(group, place, begun))
+                partial_turns = [part for part in admission.partial_turns if part.key.place == place]
+                episodes.create_task(self._run_alone(group, place, partial_turns))
 
     def _drop(self, admission: Admission, reason: str) -> None:
         """Drop an admitted group that cannot start, and report to the curriculum that the group has no rewards."""

@@ -140,7 +140,7 @@ class SyncLoop:
         if the version still cannot be sent, the engines that lack it are dropped and ``before`` is returned. Raises the
         last error after :data:`MAX_SENDS` failures, or the first error if there is only one engine."""
         engine_set = self._state.parts.engine_set
-        for left in reversed(range(MAX_SENDS)):
+        for num_left in reversed(range(MAX_SENDS)):
             self._state.warn(f"weights sent again, whole: {why.problem}", kind="weights sent again")
             if engine_set is not None:
                 await engine_set.wait_for_any()
@@ -149,7 +149,7 @@ class SyncLoop:
             except WeightsError as error:
                 if before is not None and self._drop_lagging(publication.version, error):
                     return before
-                if engine_set is None or not left:
+                if engine_set is None or not num_left:
                     raise
                 why = error
             await asyncio.sleep(RESEND_DELAY_S)
@@ -241,8 +241,8 @@ class SyncLoop:
     def _compare_with_earlier_life(self, version: int, checksum: str) -> None:
         """Warn if ``version`` was committed in an earlier life of the run with other weights. ``checksum`` is the hash
         of its weights in this life."""
-        before = self.earlier_checksums.pop(version, checksum)
-        if before != checksum:
+        earlier_checksum = self.earlier_checksums.pop(version, checksum)
+        if earlier_checksum != checksum:
             self._state.warn(
                 f"version {version} has other weights than before the restart: settings, threads or software changed; "
                 "tokens that the earlier weights sampled keep the logprobs they were sampled with"

@@ -203,14 +203,14 @@ def _labelled_metrics(of: str, columns: Mapping[str, EpisodeColumns]) -> dict[st
     for rank, (name, each) in enumerate(sorted(columns.items(), key=lambda item: -len(item[1].lengths))):
         merged.setdefault(as_label(name) if rank < MOST_LABELS else "other", EpisodeColumns()).add(each)
     metrics: dict[str, float] = {}
-    for label, some in merged.items():
+    for label, stats in merged.items():
         name = f"{of}/{label}"
-        metrics[f"{name}/episodes"] = float(len(some.lengths))
-        metrics[f"{name}/length_mean"] = statistics.fmean(some.lengths)
-        metrics |= {f"{name}/{key}": value for key, value in _distribution_metrics(some).items() if key != "turns_max"}
-        if some.rewards:
-            metrics[f"{name}/reward_mean"] = statistics.fmean(some.rewards)
-            metrics[f"{name}/reward_max"] = max(some.rewards)
+        metrics[f"{name}/episodes"] = float(len(stats.lengths))
+        metrics[f"{name}/length_mean"] = statistics.fmean(stats.lengths)
+        metrics |= {f"{name}/{key}": value for key, value in _distribution_metrics(stats).items() if key != "turns_max"}
+        if stats.rewards:
+            metrics[f"{name}/reward_mean"] = statistics.fmean(stats.rewards)
+            metrics[f"{name}/reward_max"] = max(stats.rewards)
     return metrics
 
 
@@ -219,8 +219,8 @@ def group_metrics(stats: BatchStats) -> dict[str, float]:
     4-grams over a sample of the episodes."""
     metrics = {"zero_variance_frac": sum(stats.equal) / len(stats.equal)} if stats.equal else {}
     episodes = stats.episodes
-    read = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
-    shares = [share for episode in read if (share := _repeated_frac(episode)) is not None]
+    searched = episodes[:: max(1, len(episodes) // NUM_READ)][:NUM_READ]
+    shares = [share for episode in searched if (share := _repeated_frac(episode)) is not None]
     if shares:
         metrics["repetition"] = statistics.fmean(shares)
     return metrics

@@ -129,10 +129,10 @@ class Attempts:
 
     def spans(self) -> list[Span]:
         """Return one span of the trace for each episode that has ended since the last call."""
-        ended, self._ended = self._ended, []
+        ended_episodes, self._ended = self._ended, []
         return [
             Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=episode.key)
-            for episode, start_s, end_s in ended
+            for episode, start_s, end_s in ended_episodes
         ]
 
     def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:

@@ -293,18 +293,18 @@ class RunMetrics:
         """Return metrics of the work of engine and learner since the last step, and of the engine's current load, by
         name. ``num_episodes`` is the number of episodes that the step trained."""
         last, totals = self._last_step, self.totals
-        now = self._last_step = CounterSnapshot(
+        current = self._last_step = CounterSnapshot(
             clock_s=self._parts.clock.now(),
             engine=self._parts.engine.stats(),
             learner_busy_s=totals.learner_busy_s,
             tokens_trained=totals.tokens_trained,
         )
-        stats, before = now.engine, last.engine
-        wall_s = max(now.clock_s - last.clock_s, 1e-9)
+        stats, before = current.engine, last.engine
+        wall_s = max(current.clock_s - last.clock_s, 1e-9)
         busy_s = min(stats.busy_s - before.busy_s, wall_s)
-        learner_s = now.learner_busy_s - last.learner_busy_s
+        learner_s = current.learner_busy_s - last.learner_busy_s
         metrics = {
-            "trained_tok_s": (now.tokens_trained - last.tokens_trained) / wall_s,
+            "trained_tok_s": (current.tokens_trained - last.tokens_trained) / wall_s,
             "generated_tok_s": (stats.generated_tokens - before.generated_tokens) / wall_s,
             "engine_busy_frac": max(0.0, busy_s / wall_s),
             "learner_busy_frac": min(1.0, learner_s / wall_s),
@@ -401,14 +401,14 @@ class RunMetrics:
         (then_s, generated_then, trained_then), (_, generated, trained) = totals.recent[0], totals.recent[-1]
         window_s = max(now_s - then_s, 1e-9)
         done = len(totals.rewards)
-        left = self._num_steps - totals.steps_done
+        num_left = self._num_steps - totals.steps_done
         return LiveState(
             steps_done=totals.steps_done,
             steps_total=self._num_steps,
             title=str(self._parts.run_dir),
             phase=phase,
             wall_s=self.wall_s,
-            eta_s=self._training_s / done * left if done else None,
+            eta_s=self._training_s / done * num_left if done else None,
             learner_version=totals.steps_done,
             engine_version=self._parts.engine.stats().version,
             rewards=tuple(totals.rewards),

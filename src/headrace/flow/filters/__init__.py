@@ -28,7 +28,7 @@ from headrace.flow.filters.rewards import DynamicSampling, ZeroVariance
 
 AnyFilter = ZeroVariance | DynamicSampling | Redundancy | ResampleCorrect | LengthFilter
 FILTERS = Kinds(AnyFilter, group="headrace.filters", setting="flow.filters", contract=FilterSection)
-"""The registry of all kinds of filters, those of installed packages included."""
+"""The registry of all kinds of filters, including filters of installed packages."""
 FilterConfig = Annotated[AnyFilter, FILTERS]
 FiltersConfig = Annotated[tuple[FilterConfig, ...], BeforeValidator(as_tables)]
 """The type of the setting ``flow.filters``: a list of filters, or a single filter. A name stands for the table of that
@@ -42,8 +42,8 @@ def refuse_impossible(filters: Sequence[FilterSection], *, group_size: int, min_
     left = group_size
     for place, each in enumerate(filters):
         name = f"flow.filters[{place}] {type(each).model_fields['kind'].default!r}"
-        before = filters[:place]
-        if each in before or (each.first is not None and any(other.first is not None for other in before)):
+        earlier = filters[:place]
+        if each in earlier or (each.first is not None and any(other.first is not None for other in earlier)):
             raise ConfigError(f"{name} stands twice in flow.filters", remedy="keep one of them")
         problem = each.problem(left, min_episodes)
         if problem is not None:

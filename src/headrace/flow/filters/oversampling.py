@@ -138,9 +138,10 @@ class ResampleCorrect(FilterSection):
         # a stable sort keeps the random order of equals
         correct.sort(key=lambda episode: self.errors(episode, context))
         num_wrong = self._num_wrong(len(correct), len(incorrect))
-        kept = {episode.key.place for episode in [*incorrect[:num_wrong], *correct[: self.keep - num_wrong]]}
+        kept_places = {episode.key.place for episode in [*incorrect[:num_wrong], *correct[: self.keep - num_wrong]]}
         return Verdict(
-            reason="oversampled", leave_out=frozenset(episode.key.place for episode in episodes) - frozenset(kept)
+            reason="oversampled",
+            leave_out=frozenset(episode.key.place for episode in episodes) - frozenset(kept_places),
         )
 
     def _num_wrong(self, num_right: int, num_wrong: int) -> int:

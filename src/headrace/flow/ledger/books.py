@@ -113,11 +113,11 @@ class Books:
         episodes are left out, because their full length is unknown.
         """
         withdrawn = f"status = '{EpisodeStatus.LEFT_OUT.value}' AND reward IS NULL"
-        ended = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
-        trained = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
+        ended_query = f"SELECT sampled_tokens {_EPISODES} WHERE NOT ({IN_FLIGHT} OR ({withdrawn})) ORDER BY 1"
+        trained_query = f"SELECT sampled_tokens {_EPISODES} WHERE status = 'scored' AND {TRAINED} ORDER BY 1"
         return Lengths(
-            submitted=self._column(ended),
-            trained=self._column(trained),
+            submitted=self._column(ended_query),
+            trained=self._column(trained_query),
             num_withdrawn=self.count(f"SELECT count(*) {_EPISODES} WHERE {withdrawn}"),
         )
 

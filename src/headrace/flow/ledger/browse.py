@@ -207,8 +207,8 @@ class Browser:
             " ORDER BY group_number DESC, position DESC LIMIT ?",
             (*bound, limit),
         )
-        found = (self.episode(EpisodeKey(*each)) for each in keys)
-        return [episode for episode in found if episode is not None]
+        listed = (self.episode(EpisodeKey(*each)) for each in keys)
+        return [episode for episode in listed if episode is not None]
 
     def conservation(self) -> Conservation:
         """Return the counts of groups, episodes and tokens by outcome, all counted at the same moment."""
@@ -238,14 +238,14 @@ class Browser:
     def _refuse_other_format(self) -> None:
         """Raise :class:`~headrace.base.errors.LedgerError` if the file is not a ledger, or its format is not the format
         that this program reads."""
-        version, known = schema_version(self._db), len(steps())
+        version, newest = schema_version(self._db), len(steps())
         if version == 0:
             raise LedgerError(f"{self._path} is not a ledger", remedy="restore it from a copy")
-        if version != known:
+        if version != newest:
             older = f"'headrace ledger {self._path.parent}' brings it up to date"
             raise LedgerError(
-                f"{self._path} has ledger format {version}, this program reads {known}",
-                remedy=older if version < known else "use the version of headrace that wrote it",
+                f"{self._path} has ledger format {version}, this program reads {newest}",
+                remedy=older if version < newest else "use the version of headrace that wrote it",
             )
 
     def _fetch_all(self, query: str, values: Sequence[Any] = ()) -> list[Any]:

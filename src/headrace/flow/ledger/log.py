@@ -123,10 +123,10 @@ def _product(a: _Matrix, b: _Matrix) -> _Matrix:
 @cache
 def _powers(count: int) -> list[_Matrix]:
     """Return the powers 0 to ``count`` of the matrix M."""
-    found: list[_Matrix] = [(1, 0, 0, 1)]
+    powers: list[_Matrix] = [(1, 0, 0, 1)]
     for _ in range(count):
-        found.append(_product(_M, found[-1]))
-    return found
+        powers.append(_product(_M, powers[-1]))
+    return powers
 
 
 def _checksum_terms(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
@@ -134,9 +134,9 @@ def _checksum_terms(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
     these words add to the checksum: the sum of M^(n - 1 - i) N (x_i, y_i)."""
     pairs = words.shape[1] // 2
     weights = np.array([_product(power, _N) for power in reversed(_powers(pairs)[:pairs])], np.uint32)
-    own = words.astype(np.uint32)
+    values = words.astype(np.uint32)
     return np.stack(
-        [(own * weights[:, [at, at + 1]].reshape(-1)).sum(axis=1, dtype=np.uint32) for at in (0, 2)], axis=1
+        [(values * weights[:, [at, at + 1]].reshape(-1)).sum(axis=1, dtype=np.uint32) for at in (0, 2)], axis=1
     )
 
 

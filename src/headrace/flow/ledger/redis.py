@@ -71,8 +71,8 @@ def without_password(url: str) -> str:
     >>> without_password("redis://me:hush@10.0.0.9:6379/0")
     'redis://10.0.0.9:6379/0'
     """
-    scheme, separator, rest = url.partition("://")
-    return f"{scheme}{separator}{rest.rpartition('@')[2]}"
+    scheme, separator, location = url.partition("://")
+    return f"{scheme}{separator}{location.rpartition('@')[2]}"
 
 
 T = TypeVar("T")
@@ -298,24 +298,24 @@ class RedisLedger:
         if begin and len(new) == 3:
             for key, value in new.items():
                 self._call_with_retry(partial(self._server.hsetnx, self._meta, key, value))
-        found = {
+        stored = {
             key.decode(): int(value)
             for key, value in self._call_with_retry(lambda: self._server.hgetall(self._meta)).items()
         }
-        if not found:
+        if not stored:
             raise LedgerError(f"no ledger {self._description}", remedy="give its server, and the directory of its run")
-        if found["format"] > FORMAT:
+        if stored["format"] > FORMAT:
             raise LedgerError(
-                f"{self._description} has ledger format {found['format']}, this program writes {FORMAT}",
+                f"{self._description} has ledger format {stored['format']}, this program writes {FORMAT}",
                 remedy="use the version of headrace that wrote it, or start a new run directory",
             )
         for key, asked in given.items():
-            if asked not in (None, found[key]):
+            if asked not in (None, stored[key]):
                 raise LedgerError(
-                    f"flow.{key}={asked}, but the run {self._description} was begun with {found[key]}",
-                    remedy=f"set flow.{key}={found[key]} to resume it, or start a new run directory",
+                    f"flow.{key}={asked}, but the run {self._description} was begun with {stored[key]}",
+                    remedy=f"set flow.{key}={stored[key]} to resume it, or start a new run directory",
                 )
-        return {key: found[key] for key in given}
+        return {key: stored[key] for key in given}
 
     def _call_with_retry(self, call: Callable[[], T]) -> Any:
         """Return the result of ``call``, which sends a request to the server. While the server cannot be reached, retry

@@ -96,11 +96,11 @@ def seal_all(db: sqlite3.Connection) -> None:
 def damage(db: sqlite3.Connection) -> str:
     """Return a text for an error message that describes the damage of the ledger: which rows, or the schema, do not
     match their checksums. Empty if all match."""
-    found = [_changed_rows(db, table) for table in COLUMNS]
+    problems = [_changed_rows(db, table) for table in COLUMNS]
     stored = db.execute("SELECT value FROM meta WHERE key = ?", (_SCHEMA,)).fetchone()
     if stored is None or stored[0] != _schema(db):
-        found.append("its schema has changed since it was written")
-    return "; ".join(filter(None, found))
+        problems.append("its schema has changed since it was written")
+    return "; ".join(filter(None, problems))
 
 
 def _changed_rows(db: sqlite3.Connection, table: str) -> str:

@@ -53,8 +53,8 @@ class SqliteLedger:
         used.
 
         ``group_size`` and ``groups_per_step`` are stored in a new ledger. A ledger with other sizes is refused, because
-        its groups would not match those of this run. ``checked`` reads an existing file completely and compares every
-        row with its checksum, so that damage is found when the run starts and not at a later step.
+        its groups would have other sizes than the groups of this run. ``checked`` reads an existing file completely and
+        compares every row with its checksum, so that damage is found when the run starts and not at a later step.
         """
         self._path = path
         self._lock = threading.RLock()  # the thread of a writer records while another thread runs queries
@@ -134,10 +134,10 @@ class SqliteLedger:
                 num_released=groups.trained,
                 groups=tuple(
                     ResumedGroup(
-                        number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken,
+                        number=number, row=row, state=GroupState(state), oldest_version=oldest, step=taken_by,
                         episodes=tuple(self.episodes(number)), partial_turns=tuple(self._partial_turns(number)),
                     )
-                    for number, row, state, oldest, taken in rows
+                    for number, row, state, oldest, taken_by in rows
                 ),
                 checksums={version: checksum for version, checksum in self.checksums().items() if version >= step},
             )  # fmt: skip
@@ -254,19 +254,19 @@ class SqliteLedger:
         """Raise :class:`~headrace.base.errors.LedgerError` if SQLite's integrity check finds damage in the structure of
         the database file."""
         try:
-            found = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
+            problems = [words.replace("\n", ", ") for (words,) in self._db.execute("PRAGMA integrity_check(3)")]
         except sqlite3.OperationalError:
             raise  # not damage of the file: a full disk, for example
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:  # the message of the check may quote damaged text
-            found = [str(error)]
-        if found != ["ok"]:
-            raise self._damage_error(f"{'; '.join(found)}", ", and its write-ahead log does not fix it")
+            problems = [str(error)]
+        if problems != ["ok"]:
+            raise self._damage_error(f"{'; '.join(problems)}", ", and its write-ahead log does not fix it")
 
     def _check_rows(self) -> None:
         """Raise :class:`~headrace.base.errors.LedgerError` if a row does not match its checksum."""
-        found = damage(self._db)
-        if found:
-            raise self._damage_error(found, "")
+        problems = damage(self._db)
+        if problems:
+            raise self._damage_error(problems, "")
 
     def _damage_error(self, found: str, why_not_mended: str) -> LedgerError:
         """Return the error to raise for a damaged ledger. ``found`` is the description of the damage;
@@ -336,13 +336,13 @@ class SqliteLedger:
 def steps() -> list[str]:
     """Return the SQL scripts of the migrations of the ledger's schema, oldest first. The version of a schema is the
     number of migrations that were applied to it."""
-    found = sorted(
+    scripts = sorted(
         (entry.name, entry.read_text(encoding="utf-8"))
         for entry in files("headrace.flow.ledger.migrations").iterdir()
         if entry.name.endswith(".sql")
     )
-    assert [int(name[:4]) for name, _ in found] == list(range(1, len(found) + 1)), f"a gap in {found}"
-    return [script for _, script in found]
+    assert [int(name[:4]) for name, _ in scripts] == list(range(1, len(scripts) + 1)), f"a gap in {scripts}"
+    return [script for _, script in scripts]
 
 
 def schema_version(db: sqlite3.Connection) -> int:

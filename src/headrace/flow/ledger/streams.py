@@ -68,7 +68,7 @@ class RunningTurns:
 
     def _record_due(self) -> None:
         """Record the unrecorded tokens of all turns that are due, as one operation."""
-        due, self._due_turns = self._due_turns, {}
-        turns = [self._unrecorded[key].pop(turn) for key, turn in due]
+        due_turns, self._due_turns = self._due_turns, {}
+        turns = [self._unrecorded[key].pop(turn) for key, turn in due_turns]
         parts = tuple(TokenChunk.joined(turn.parts) for turn in turns)
         self.record(parts)

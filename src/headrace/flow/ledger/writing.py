@@ -64,8 +64,8 @@ class Writing:
     def _move(self, op: Move) -> None:
         """Store the new state of the groups, combined with earlier moves of this transaction, for :meth:`finish`."""
         for number in op.numbers:
-            before = self._moves.get(number)
-            self._moves[number] = op if before is None else _merge_moves(before, op)
+            earlier = self._moves.get(number)
+            self._moves[number] = op if earlier is None else _merge_moves(earlier, op)
 
     def _write_moves(self) -> None:
         """Write the latest state of each group that has moved since the last call, and the new checksums of these
@@ -76,10 +76,10 @@ class Writing:
             " WHERE number = ?",
             [(op.state, op.reason, op.oldest_version, op.at_s, number) for number, op in moves.items()],
         )
-        taken = [(op.step, number) for number, op in moves.items() if op.step is not None]
+        steps = [(op.step, number) for number, op in moves.items() if op.step is not None]
         # a separate statement, because assigning an indexed column updates the index even if the value is the same
-        if taken:
-            self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", taken)
+        if steps:
+            self._db.executemany("UPDATE groups SET step = ? WHERE number = ?", steps)
         self._db.executemany(seal_rows("groups", "number = ?"), [(number,) for number in moves])
 
     def _stream(self, op: Stream) -> None:
@@ -100,11 +100,11 @@ class Writing:
         """Delete the recorded parts of the episode ``key``; with ``turn``, only the parts of this sampled turn. Count
         their tokens as lost under ``reason``, except for ``kept`` tokens, which the recorded episode contains."""
         where = "WHERE group_number = ? AND position = ? AND coalesce(turn = ?, 1)"
-        at = (*key, turn)
-        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {where}", at).fetchone()
+        parameters = (*key, turn)
+        (tokens,) = self._db.execute(f"SELECT sum(sampled_tokens) FROM parts {where}", parameters).fetchone()
         if tokens is None:
             return
-        self._db.execute(f"DELETE FROM parts {where}", at)
+        self._db.execute(f"DELETE FROM parts {where}", parameters)
         if tokens > kept:
             self._db.execute(
                 "INSERT INTO lost_tokens (reason, tokens) VALUES (?, ?)"
@@ -122,11 +122,11 @@ class Writing:
         turns."""
         if not self._ended:
             return
-        ended, self._ended = self._ended, []
+        operations, self._ended = self._ended, []
         (any_parts,) = self._db.execute("SELECT EXISTS (SELECT 1 FROM parts)").fetchone()
-        at = iter(ended)
+        in_order = iter(operations)
         rows = []
-        for episodes in bundled([op.episode for op in ended]):
+        for episodes in bundled([op.episode for op in operations]):
             blob, counts = encode_bundle(episodes)
             self.num_bytes += len(blob)
             bundle = next_id(self._db, "bundles")
@@ -137,7 +137,7 @@ class Writing:
                 rows.append(
                     (
                         *episode.key, episode.status, episode.cause, _as_stored(episode.reward),
-                        sampled.count, sampled.oldest, sampled.newest, _as_stored(next(at).at_s),
+                        sampled.count, sampled.oldest, sampled.newest, _as_stored(next(in_order).at_s),
                         _rewards_json(episode.parts), _rewards_json(episode.agent_rewards), bundle, entry,
                     )
                 )  # fmt: skip

@@ -14,7 +14,7 @@ from headrace.flow.policies.windowed import Windowed
 
 AnyPolicy = Bounded | Synchronous | OneAhead | Windowed | Unbounded
 POLICIES = Kinds(AnyPolicy, group="headrace.policies", setting="flow.policy", contract=StalenessPolicy)
-"""The registry of all kinds of policies, those of installed packages included."""
+"""The registry of all kinds of policies, including policies of installed packages."""
 PolicyConfig = Annotated[AnyPolicy, POLICIES]
 
 __all__ = [

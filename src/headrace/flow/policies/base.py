@@ -35,8 +35,8 @@ class Selection:
 
 
 class StalenessPolicy(Section):
-    """The base class of all staleness policies, which is also the section of their settings. It has no I/O, no clock
-    and no memory: the same state gives the same decision."""
+    """The base class of all staleness policies, which is also the section of their settings. Policies use no I/O and no
+    clock and store no state: the same state of the flow results in the same decision."""
 
     fixes: ClassVar[Mapping[str, int | str | None]] = {}
     """Values of the flow's settings that the policy requires, by the name of the setting."""

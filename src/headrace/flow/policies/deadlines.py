@@ -43,8 +43,8 @@ def num_admissible(state: FlowState) -> int:
     for step in sorted({*steps, latest}):
         total += steps[step]
         if step >= latest:
-            left = (step - state.next_step + 1) * state.limits.batch_size - total
-            room = left if room is None else min(room, left)
+            num_free = (step - state.next_step + 1) * state.limits.batch_size - total
+            room = num_free if room is None else min(room, num_free)
     assert room is not None
     return state.num_waiting_aged + max(0, room)
 
@@ -84,14 +84,14 @@ def earliest(state: FlowState) -> tuple[int, ...] | None:
 def earliest_in_time(state: FlowState) -> tuple[int, ...] | None:
     """Return the batch of :func:`earliest` if all other groups can be trained in time after it, otherwise ``None``. The
     check uses counts, and the groups are looked up only if it succeeds."""
-    steps, left = due(state), state.limits.batch_size
-    if len(state.ready) < left:
+    steps, num_missing = due(state), state.limits.batch_size
+    if len(state.ready) < num_missing:
         return None
     for version in sorted(state.ready_by_oldest, key=lambda version: (state.deadline(version), version)):
-        taken = min(left, len(state.ready_by_oldest[version]))
-        steps[state.deadline(version)] -= taken
-        left -= taken
-    return earliest(state) if left == 0 and _in_time(state, steps) else None
+        num_taken = min(num_missing, len(state.ready_by_oldest[version]))
+        steps[state.deadline(version)] -= num_taken
+        num_missing -= num_taken
+    return earliest(state) if num_missing == 0 and _in_time(state, steps) else None
 
 
 def in_order(state: FlowState) -> tuple[int, ...] | None:
@@ -134,5 +134,5 @@ def age_needed(state: FlowState, *, only_planned: bool) -> int:
     if not state.limits.strict:
         in_turn = [*sorted(oldest for oldest in in_turn if oldest is not None)]
     turns = [(state.free_step + index // state.limits.batch_size, oldest) for index, oldest in enumerate(in_turn)]
-    kept = planned if only_planned else [*planned, *turns]
-    return max((step - oldest for step, oldest in kept if oldest is not None), default=0)
+    all_turns = planned if only_planned else [*planned, *turns]
+    return max((step - oldest for step, oldest in all_turns if oldest is not None), default=0)

@@ -10,7 +10,7 @@ that have become too old are treated in one of three ways (``stale``):
                 versions of their tokens; training waits for the group that is due. This runs as far ahead as the bound
                 allows.
 
-The bound holds for each of them.
+In each mode, no token is trained at an age above the bound.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Unbounded(StalenessPolicy):
         ``wait``, by the number of groups that can be trained in time. In the mode ``drop_oldest``, ready groups occupy
         no slot."""
         slots = (state.limits.run_ahead + 1) * state.limits.batch_size
-        held = state.num_running if self.stale == "drop_oldest" else state.num_held
-        count = min(slots - held, state.free_capacity)
+        num_occupied = state.num_running if self.stale == "drop_oldest" else state.num_held
+        count = min(slots - num_occupied, state.free_capacity)
         return max(0, min(count, num_admissible(state)) if self.stale == "wait" else count)
 
     def leave(self, state: FlowState) -> Mapping[int, str]:

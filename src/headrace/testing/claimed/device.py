@@ -182,10 +182,10 @@ def compute(op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     elif on_device and on_cpu and name not in _INDEXING:
         raise RuntimeError(f"{op} got tensors on {DEVICE} and on {on_cpu[0].device}, at {_line()}")
     _count_work(op, name, args, there=bool(on_device and on_cpu))
-    given = {key: value for key, value in kwargs.items() if key != "pin_memory"}
+    host_kwargs = {key: value for key, value in kwargs.items() if key != "pin_memory"}
     if target is not None:
-        given["device"] = _CPU
-    result = _on_host(op, name, tree_map(_host, args), tree_map(_host, given))
+        host_kwargs["device"] = _CPU
+    result = _on_host(op, name, tree_map(_host, args), tree_map(_host, host_kwargs))
     for each in on_device:
         if each.shape != each.host.shape:
             raise RuntimeError(f"{op} has changed the size of a tensor on {DEVICE}, which this device cannot do")

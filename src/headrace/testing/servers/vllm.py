@@ -43,13 +43,13 @@ async def generate(server: FakeServer, request: Request) -> Any:
     ``prompt_logprobs``, the logprobs of given tokens. Like the real server, it refuses an invalid cache salt and, if it
     records kept-sets, sampling at temperature 0 or without top-k."""
     body = await request.json()
-    wanted = body["sampling_params"]
-    if wanted.get("prompt_logprobs") is not None:
-        return await _scores(server, body["token_ids"], wanted["prompt_logprobs"])
+    parameters = body["sampling_params"]
+    if parameters.get("prompt_logprobs") is not None:
+        return await _scores(server, body["token_ids"], parameters["prompt_logprobs"])
     salt = body.get("cache_salt", "-")
     if not 0 < len(salt) <= 128 or set(salt) & set("@/\\\0"):
         raise RequestError("Parameter 'cache_salt' must be at most 128 characters", remedy="give another")
-    sampling = sampling_of(server, wanted, most="max_tokens", stop_ids="stop_token_ids")
+    sampling = sampling_of(server, parameters, most="max_tokens", stop_ids="stop_token_ids")
     if server.masks and (sampling.temperature <= 0 or sampling.top_k <= 0):
         raise RequestError("sampling distribution replay requires top_k > 0", remedy="give one")
     sampling = msgspec.structs.replace(sampling, record_kept=server.masks, record_routing=server.routing)
@@ -69,7 +69,7 @@ async def _events(
         tokens = chunk.tokens
         routed += [chunk.prompt_routing, tokens.routing]
         versions += tokens.versions_T.tolist()
-        ended = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
+        reason = None if chunk.stop_reason is None else REASONS[chunk.stop_reason]
         logprobs = [-0.25] * len(tokens) if certain else tokens.logprobs_T.tolist()  # like vLLM, not the logprob 0
         token_logprobs = [
             {
@@ -82,12 +82,12 @@ async def _events(
         ]
         choice = {
             "index": 0,
-            "finish_reason": ended,
+            "finish_reason": reason,
             "stop_reason": None,
             "token_ids": tokens.ids_T.tolist(),
-            "routed_experts": _encode_experts(routed) if ended and server.routing else None,
+            "routed_experts": _encode_experts(routed) if reason and server.routing else None,
             "sampling_mask": [span.tolist() for span in tokens.kept.spans()] if tokens.kept else None,
-            "weight_versions": _version_spans(server, versions) if ended else None,
+            "weight_versions": _version_spans(server, versions) if reason else None,
             "logprobs": {"content": token_logprobs},
         }
         yield {"request_id": "generate-tokens-1", "usage": None, "output_mode": "tokens", "choices": [choice]}
