@@ -90,7 +90,8 @@ def _scales(
     algo: AlgoConfig, episodes: Sequence[EpisodeGraph], branches: Sequence[TrainedBranch]
 ) -> tuple[float, float]:
     """Return the factor for the advantages of the episodes and the factor for the advantages of the branches. With
-    these factors, each loss term is its own mean although both share the denominator of the step."""
+    these factors, each loss term is its own mean although both share the denominator of the step. This is exact for
+    reductions in which the weight of a token does not depend on the other tokens of its episode or prompt."""
     trained = [episode.status is EpisodeStatus.SCORED for episode in episodes]
     if not isinstance(algo.reduction, TokenMean):  # reductions over sequences, where each branch is one sequence
         num_branches = sum(trained[branch.place] for branch in branches)
@@ -102,4 +103,5 @@ def _scales(
             episode_tokens += 0 if turn.branch else sampled
             branch_tokens += sampled if turn.branch else 0
     num_tokens = episode_tokens + branch_tokens
+    # the common denominator is the number of all trained tokens
     return num_tokens / max(1, episode_tokens), num_tokens / max(1, branch_tokens)

@@ -304,6 +304,7 @@ def share_of(tasks: Sequence[float]) -> IntervalEstimate:
     spread = variance(tasks) / count
     if spread > 0 and 0 < value < 1:
         count = value * (1 - value) / spread
+    # centre and half width of Wilson's interval
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * math.sqrt(value * (1 - value) / count + (_Z / (2 * count)) ** 2)
     low = 0.0 if value == 0 else max(0.0, middle - half)  # exactly 0, which rounding could miss

@@ -132,7 +132,7 @@ class FlowConfig(Section):
         return tree if choice is None else {**choice.fixes, **tree}
 
     @model_validator(mode="after")
-    def _policy_fits(self) -> Self:
+    def _refuse_contradicting_policy(self) -> Self:
         """Raise :class:`ConfigError` for a setting that the chosen policy fixes at another value, and for a lead above
         the staleness bound."""
         for key, value in self.policy.fixes.items():
@@ -153,7 +153,7 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _tuning_acts(self) -> Self:
+    def _refuse_tuning_without_effect(self) -> Self:
         """Raise :class:`ConfigError` for tuning settings that would have no effect, and for a tuned bound with a policy
         that masks single tokens: a step that is repeated after a crash would mask other tokens."""
         if self.max_age != "auto" and self.age_tuning != AgeTuning():
@@ -176,7 +176,7 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _ledger_can_be_found(self) -> Self:
+    def _refuse_wrong_ledger_address(self) -> Self:
         """Raise :class:`ConfigError` if the URL or the password variable of a Redis server is set for another kind of
         ledger, if a Redis ledger has no URL, or if the URL contains a password."""
         if bool(self.ledger_url) != (self.ledger == "redis"):
@@ -195,7 +195,7 @@ class FlowConfig(Section):
         return self
 
     @model_validator(mode="after")
-    def _sizes_can_work(self) -> Self:
+    def _refuse_impossible_sizes(self) -> Self:
         """Raise :class:`ConfigError` for sizes with which no step could start, every group would be dropped, or a
         filter would have no effect."""
         if isinstance(self.capacity, int) and self.capacity < self.groups_per_step:

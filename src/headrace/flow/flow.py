@@ -113,6 +113,7 @@ class Flow:
         if not self._policy.recorded:
             count = min(count, room)
         waiting = self.state.counts[GroupState.SUBMITTED]
+        # pacing does not delay groups that a crash interrupted
         count = max(self._apply_pacing(count), min(count, waiting))
         rows = self._pick_rows(count - waiting)
         numbers = self.state.next_submitted(max(0, min(count, waiting + len(rows))))

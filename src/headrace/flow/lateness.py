@@ -85,10 +85,13 @@ def _chance_of_late(after_s: Seconds, took_s: Seconds, cohorts: Sequence[Cohort]
     more than ``spare`` groups, or a group that is due, are not ready. ``took_s`` are the ascending durations of earlier
     groups."""
     size_C = np.array([cohort.size for cohort in cohorts])
+    # without spare groups, the batch has to wait for every group
     due_C = np.array([cohort.due for cohort in cohorts]) | (not spare)
     late_CP = _late_chances(after_s, took_s, np.array([cohort.age_s for cohort in cohorts]))
+    # all groups that are due are ready
     in_time: Seconds = np.prod((1.0 - late_CP[due_C]) ** size_C[due_C, None], axis=0)
     late_CP, size_C = late_CP[~due_C], size_C[~due_C]
+    # and at most `spare` of the other groups are late
     if len(size_C):
         in_time *= (_exact_in_time if size_C.sum() <= EXACT else _approximate_in_time)(late_CP, size_C, spare)
     return np.clip(1.0 - in_time, 0.0, 1.0)
@@ -100,6 +103,7 @@ def _exact_in_time(late_CP: Seconds, size_C: npt.NDArray[np.int64], spare: int) 
     chances = np.zeros((spare + 1, late_CP.shape[1]))  # row k: exactly k groups are late
     chances[0] = 1.0
     for late_P in np.repeat(late_CP, size_C, axis=0):
+        # each group moves probability from "k are late" to "k + 1 are late"
         one_more_late = chances[:-1] * late_P
         chances *= 1.0 - late_P
         chances[1:] += one_more_late

@@ -246,6 +246,7 @@ def _together_s(groups: Sequence[tuple[float, bool]]) -> float:
         if kept:
             last_s = max(last_s, end_s)
         else:
+            # another group starts in the place of a dropped one
             heapq.heappush(free_s, end_s)
     return last_s
 

@@ -245,6 +245,7 @@ class _Check:
         """Add the finding ``part`` to the report: by how much the logprobs ``found`` of each sequence are outside the
         intervals ``wanted`` of transformers, and at which token most. The part fails if this is more than rounding
         explains."""
+        # clipping to the interval leaves a gap of 0 inside of it, and otherwise the distance to its nearer end
         pairs = [(column, np.clip(column, *span)) for column, span in zip(found, wanted, strict=True) if len(column)]
         if not pairs:
             return

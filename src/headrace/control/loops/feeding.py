@@ -171,6 +171,7 @@ class Feeder:
         The policy ensures the bound, so this can only happen to a group that was admitted before a restart, under other
         settings."""
         flow = self._state.flow.state
+        # tokens of versions before `floor` are masked, so their age does not count
         floor = -1 if taken.oldest_version is None else taken.oldest_version
         oldest_versions = {flow.groups[group.number].oldest_version for group in taken.groups}
         for version in {max(old, floor) for old in oldest_versions if old is not None}:

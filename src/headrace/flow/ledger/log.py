@@ -80,6 +80,7 @@ def _count_valid_frames(header: bytes, file: BinaryIO, page_bytes: int) -> int:
         words = np.ascontiguousarray(np.hstack([frames[:, :8], frames[:, _FRAME_HEADER_BYTES:]])).view(f"{order}u4")
         for frame, terms in zip(frames, _checksum_terms(words), strict=True):
             _, _, *salts, first, second = struct.unpack(">6I", frame[:_FRAME_HEADER_BYTES].tobytes())
+            # the checksum of a frame continues the checksum of the frame before
             sums = _add(sums, terms, (8 + page_bytes) // 8)
             if tuple(salts) != struct.unpack(">2I", header[16:24]) or sums != (first, second):
                 return num_valid

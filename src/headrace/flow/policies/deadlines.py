@@ -42,6 +42,7 @@ def num_admissible(state: FlowState) -> int:
     steps = due(state)
     for step in sorted({*steps, latest}):
         total += steps[step]
+        # a group that starts now is due at `latest`, so it needs room at this deadline and all later ones
         if step >= latest:
             num_free = (step - state.next_step + 1) * state.limits.batch_size - total
             room = num_free if room is None else min(room, num_free)
