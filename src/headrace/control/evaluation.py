@@ -85,10 +85,10 @@ class Evaluator:
         run_seed: int,
         trainer: Callable[[int], TrainerState] = lambda version: TrainerState(global_step=version),
     ) -> None:
-        """``parts`` contains the engine, environment and scorers, and ``samples`` is the number of attempts at each
-        task. ``temperature`` is the sampling temperature; ``None``: the temperature of training. ``run_seed`` is the
-        seed of the run; evaluations draw other random numbers from it than training. ``trainer`` returns the trainer
-        state at a version of the weights, for reward functions that request it."""
+        """Create an evaluator. ``parts`` contains the engine, environment and scorers, and ``samples`` is the number of
+        attempts at each task. ``temperature`` is the sampling temperature; ``None``: the temperature of training.
+        ``run_seed`` is the seed of the run; evaluations draw other random numbers from it than training. ``trainer``
+        returns the trainer state at a version of the weights, for reward functions that request it."""
         sampling = msgspec.structs.replace(
             parts.sampling, record_kept=False, record_routing=False, record_entropy=False
         )  # fmt: skip

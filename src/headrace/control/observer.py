@@ -47,7 +47,7 @@ class Observers:
     """
 
     def __init__(self, observers: Sequence[Observer]) -> None:
-        """``observers`` are the observers that receive everything, in this order."""
+        """Create the forwarding observer. ``observers`` are the observers that receive everything, in this order."""
         self._observers = tuple(observers)
         self._spans: list[Span] = []
         self._sources: list[Callable[[], list[Span]]] = []
@@ -104,7 +104,8 @@ class BusyLane:
     """
 
     def __init__(self, lane: str, name: str, observers: Observers, clock: Clock) -> None:
-        """``lane`` is the name of the lane and ``name`` the name of its spans, which are reported to ``observers``."""
+        """Create an idle lane. ``lane`` is the name of the lane and ``name`` the name of its spans, which are reported
+        to ``observers``."""
         self._lane = lane
         self._name = name
         self._observers = observers

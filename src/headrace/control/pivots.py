@@ -111,8 +111,8 @@ class PivotResampler:
     it."""
 
     def __init__(self, state: RunState, config: PivotConfig, *, score_attempts: ScoreAttempts, on_turn: OnTurn) -> None:
-        """``config`` are the settings of pivots. ``score_attempts`` scores the attempts at one pivot, and ``on_turn``
-        is called with each turn that an attempt samples."""
+        """Create the resampler. ``config`` are the settings of pivots. ``score_attempts`` scores the attempts at one
+        pivot, and ``on_turn`` is called with each turn that an attempt samples."""
         self._state = state
         self._config = config
         self._score_attempts = score_attempts

@@ -71,8 +71,8 @@ class Saver:
     learner has copied its state."""
 
     def __init__(self, state: RunState, *, fingerprint: str) -> None:
-        """``state`` is the state of the run. ``fingerprint`` is a hash of the settings and dataset rows, which is
-        stored in every snapshot."""
+        """Create the writer. ``state`` is the state of the run. ``fingerprint`` is a hash of the settings and dataset
+        rows, which is stored in every snapshot."""
         self._state = state
         self._fingerprint = fingerprint
         self._saved: set[int] = set()

@@ -95,8 +95,8 @@ class Teaching:
     def __init__(
         self, teachers: Teachers, tasks: asyncio.TaskGroup, show_request: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Calls run in tasks of the group ``tasks``. ``show_request`` returns a context manager that is entered during
-        each call, so that views can show the call."""
+        """Create the object without running calls. Calls of ``teachers`` run in tasks of the group ``tasks``.
+        ``show_request`` returns a context manager that is entered during each call, so that views can show the call."""
         self._teachers = teachers
         self._tasks = tasks
         self._show_request = show_request

@@ -57,9 +57,9 @@ class ProcessRewards:
         *,
         trainer: Callable[[EpisodeKey], TrainerState] = lambda _: TrainerState(),
     ) -> None:
-        """``scorer`` scores turns in tasks of the group ``tasks``. ``show_request`` returns a context manager that is
-        entered while a score is computed, so that views can show the request. ``trainer`` returns the trainer state for
-        an episode, for reward functions that request it."""
+        """Create the object without running scorings. ``scorer`` scores turns in tasks of the group ``tasks``.
+        ``show_request`` returns a context manager that is entered while a score is computed, so that views can show the
+        request. ``trainer`` returns the trainer state for an episode, for reward functions that request it."""
         self._parts = parts
         self._scorer = scorer
         self._tasks = tasks

@@ -295,8 +295,8 @@ class JustInTimePacer(Pacer):
     the wait from the durations of recent groups and steps."""
 
     def __init__(self, *, learner_waits: float, window: int) -> None:
-        """``learner_waits`` is the share of its time for which the learner may wait, and ``window`` the number of
-        recent steps whose durations are stored."""
+        """Create a pacer without history. ``learner_waits`` is the share of its time for which the learner may wait,
+        and ``window`` the number of recent steps whose durations are stored."""
         super().__init__()
         self.learner_waits = learner_waits
         self._step_durations_s: deque[float] = deque(maxlen=window)

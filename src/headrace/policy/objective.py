@@ -39,7 +39,7 @@ class ReplaceableObjective(Objective):
     of a policy has this one objective, while each ``forward_backward`` may choose another loss."""
 
     def __init__(self, first: Objective) -> None:
-        """``first`` is the current objective until :meth:`choose` replaces it."""
+        """Create the objective. ``first`` is the current objective until :meth:`choose` replaces it."""
         self.choose(first)
 
     def choose(self, objective: Objective) -> None:
@@ -55,12 +55,12 @@ class ReplaceableObjective(Objective):
 
     @property
     def critic(self) -> Any:
-        """``None``: no critic is trained, because the caller computes the advantages."""
+        """The critic that is trained: ``None``, because the caller computes the advantages."""
         return None
 
     @property
     def teaching(self) -> Any:
-        """``None``: no advantages are computed from a teacher."""
+        """The teacher from which advantages are computed: ``None``, because the caller computes the advantages."""
         return None
 
     @property

@@ -78,10 +78,10 @@ class PolicySampler:
     samples."""
 
     def __init__(self, tokenizer: Any, defaults: Sampling, *, seed: int, num_prompts: int, keep_mask: bool) -> None:
-        """``tokenizer`` is the model's tokenizer. ``defaults`` are the sampling parameters for calls without options,
-        ``seed`` is the seed of the policy, and ``num_prompts`` is the number of prompts sampled before the policy was
-        saved. With ``keep_mask``, truncated sampling (top-k, top-p, min-p) records the kept-set of each token: the
-        vocabulary entries that survived."""
+        """Create the sampler. ``tokenizer`` is the model's tokenizer. ``defaults`` are the sampling parameters for
+        calls without options, ``seed`` is the seed of the policy, and ``num_prompts`` is the number of prompts sampled
+        before the policy was saved. With ``keep_mask``, truncated sampling (top-k, top-p, min-p) records the kept-set
+        of each token: the vocabulary entries that survived."""
         self._tokenizer: PromptTokenizer = tokenizer
         self._defaults = defaults
         self._seed = seed

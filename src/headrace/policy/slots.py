@@ -28,8 +28,8 @@ class Slots:
     as its weight receiver. The engine's tensors point to the memory of one of the two slots."""
 
     def __init__(self, source: Mapping[str, Tensor], target: Mapping[str, Tensor]) -> None:
-        """``source`` are the learner's tensors by name, and ``target`` the engine's. The first slot is the memory that
-        the engine's tensors have now; the second slot is allocated here."""
+        """Create the two slots. ``source`` are the learner's tensors by name, and ``target`` the engine's. The first
+        slot is the memory that the engine's tensors have now; the second slot is allocated here."""
         self._manifest = plan(source)
         self._source = list(source.values())
         self._names = list(source)

@@ -43,7 +43,8 @@ class FaultyInbox:
     """An inbox that returns the payloads of another inbox, with one flipped bit if a test requests it."""
 
     def __init__(self, inbox: Inbox, rng: np.random.Generator) -> None:
-        """``inbox`` is the inbox that receives the payloads, and ``rng`` draws the bit that is flipped."""
+        """Create the inbox. ``inbox`` is the inbox that receives the payloads, and ``rng`` draws the bit that is
+        flipped."""
         self._inbox, self._rng = inbox, rng
         self.flip_next = False
         """Whether to flip one bit of the next payload. A flip sets it to false."""

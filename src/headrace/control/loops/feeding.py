@@ -69,8 +69,8 @@ class Feeder:
     The learning loop owns the feeder and completes the steps."""
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver) -> None:
-        """``state`` contains the flow and the learner, ``sync`` provides the weight buffers, and ``saver`` writes the
-        checkpoints that are due."""
+        """Create a feeder without ordered steps. ``state`` contains the flow and the learner, ``sync`` provides the
+        weight buffers, and ``saver`` writes the checkpoints that are due."""
         self._state = state
         self._sync = sync
         self._saver = saver

@@ -37,8 +37,9 @@ class LearningLoop:
     )
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver, *, has_teachers: bool) -> None:
-        """``state`` is the state of the run, ``sync`` receives the new weights, and ``saver`` writes checkpoints.
-        ``has_teachers`` says whether a teacher provides a training signal even where all rewards are equal."""
+        """Create the loop. ``state`` is the state of the run, ``sync`` receives the new weights, and ``saver`` writes
+        checkpoints. ``has_teachers`` says whether a teacher provides a training signal even where all rewards are
+        equal."""
         self._state = state
         self._has_teachers = has_teachers
         self._sync = sync
@@ -170,7 +171,7 @@ class Tuning:
     the limits of the flow and reports each change as an event."""
 
     def __init__(self, state: RunState) -> None:
-        """``state`` contains the flow whose limits are tuned."""
+        """Create the tuning. ``state`` contains the flow whose limits are tuned."""
         self._state = state
         self._tuner: AgeTuner | None = None
 

@@ -43,7 +43,8 @@ class ScoringLoop:
     )
 
     def __init__(self, state: RunState, finished: FinishedEpisodes) -> None:
-        """``state`` is the state of the run, and ``finished`` the queue in which episodes arrive with their group."""
+        """Create the loop. ``state`` is the state of the run, and ``finished`` the queue in which episodes arrive with
+        their group."""
         self._state = state
         self._finished = finished
         self._failed_in_a_row = 0

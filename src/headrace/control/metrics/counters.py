@@ -108,7 +108,7 @@ class Attempts:
     """
 
     def __init__(self, env_column: str) -> None:
-        """``env_column`` is the column of a dataset row that names its environment."""
+        """Create an empty record. ``env_column`` is the column of a dataset row that names its environment."""
         self._env_column = env_column
         self._envs: dict[int, str] = {}
         """The environment of each group whose task names one, by group number."""

@@ -74,9 +74,9 @@ class RunMetrics:
     """The metrics of one life of a run. The loops call a method for each event; further methods create the reports."""
 
     def __init__(self, parts: Components, flow: Flow, *, num_steps: int, env_column: str) -> None:
-        """``parts`` are the components of the run and ``flow`` is its flow, from which counters are read. ``num_steps``
-        is the number of steps of the whole run; ``env_column`` is the column of a dataset row that contains the name of
-        its environment."""
+        """Create the counters. ``parts`` are the components of the run and ``flow`` is its flow, from which counters
+        are read. ``num_steps`` is the number of steps of the whole run; ``env_column`` is the column of a dataset row
+        that contains the name of its environment."""
         self._parts = parts
         self._flow = flow
         self._num_steps = num_steps

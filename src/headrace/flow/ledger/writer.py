@@ -58,7 +58,8 @@ class InlineWriter:
     """A writer that records at once, in the caller's thread, for ledgers in memory and for virtual time."""
 
     def __init__(self, ledger: Ledger) -> None:
-        """``ledger`` is the ledger in which operations are recorded. :meth:`close` leaves it open."""
+        """Create the writer. ``ledger`` is the ledger in which operations are recorded. :meth:`close` leaves it
+        open."""
         self._ledger = ledger
 
     def write(self, operation: Operation) -> None:

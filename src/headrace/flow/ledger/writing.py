@@ -35,7 +35,8 @@ class Writing:
     transaction, and calls :meth:`finish` after the last operation. Methods raise ``sqlite3.Error``."""
 
     def __init__(self, db: sqlite3.Connection) -> None:
-        """``db`` is the connection to the ledger's database, in which the caller has begun a transaction."""
+        """Create the writer. ``db`` is the connection to the ledger's database, in which the caller has begun a
+        transaction."""
         self._db = db
         self._ended: list[EndEpisode] = []
         """Operations of ended episodes that are not written yet."""

@@ -43,7 +43,7 @@ class FileReceiver:
     the real servers, instead of receiving tensors from a learner."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """``model`` is the model of the engine, into which weights are loaded."""
+        """Create the receiver. ``model`` is the model of the engine, into which weights are loaded."""
         self._model = model
         self.path = Path()
         """Path of the checkpoint file that the next commit loads."""
