@@ -73,8 +73,8 @@ class _EvaluationRun:
 
 
 class Evaluator:
-    """Attempts at the held-out tasks and their rewards. The controller and the command that evaluates a model each
-    create one evaluator."""
+    """The component that runs attempts at the held-out tasks, scores them and returns their rewards. The controller and
+    the command that evaluates a model each create one."""
 
     def __init__(
         self,

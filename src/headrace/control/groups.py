@@ -47,7 +47,7 @@ class OpenGroup:
     running: dict[int, Withdrawal] = field(default_factory=dict)
     """The handle that cancels an episode, for each running episode, by place."""
     num_finished: int = 0
-    """Number of episodes that finished without failure or cancellation, up to ``first``."""
+    """Number of finished episodes that belong to the group. Failed, cancelled and left-out episodes are not counted."""
 
     @property
     def complete(self) -> bool:

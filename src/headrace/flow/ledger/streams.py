@@ -22,8 +22,8 @@ class _Unrecorded:
 
 class RunningTurns:
     """A collector of the parts of running turns. It records the parts of a turn before a crash could lose more than a
-    given number of its tokens. All turns that are due in one iteration of the event loop are recorded in one operation.
-    The flow owns the collector."""
+    given number of its tokens. All turns that become due in one iteration of the event loop are recorded in one
+    operation. The flow owns the collector."""
 
     def __init__(self, record: Callable[[Stream], object], clock: Clock, *, most: int) -> None:
         """Create an empty collector. ``record`` is the function that records an operation. ``most`` is the greatest
@@ -35,7 +35,7 @@ class RunningTurns:
         self._due_turns: dict[tuple[EpisodeKey, int], None] = {}
 
     def add(self, part: TokenChunk) -> None:
-        """Add a new part of a turn. If too many of its tokens are unrecorded, record them in this iteration of the
+        """Add a new part of a turn. If too many of its tokens are unrecorded, record them in the next iteration of the
         event loop. A crash loses the collected tokens and about as many as the last part has, because the engine has
         already sampled the next part."""
         if not self._max_unrecorded:
