@@ -119,20 +119,15 @@ class Policy:
             keep_mask=config.learner.keep_sampling_mask,
         )
         self._vocab_size = vocabulary_of(model)
-        self._engine: LocalEngine | None = None
-        """The engine of an open policy; ``None`` before it is opened and after it is closed."""
-        self._loop: asyncio.AbstractEventLoop | None = None
-        """The event loop in which the policy was opened; ``None`` before that."""
+        self._engine: LocalEngine | None = None  # only while the policy is open
+        self._loop: asyncio.AbstractEventLoop | None = None  # the event loop in which the policy was opened
         self._publishing = asyncio.Lock()
-        self._learner_lock = threading.Lock()
-        """A lock on the learner. A second thread that calls the learner raises an error instead of waiting."""
-        self._learner_user = ""
-        """The name of the method that uses the learner now or used it last, for an error message."""
+        self._learner_lock = threading.Lock()  # a second thread that calls the learner gets an error and does not wait
+        self._learner_user = ""  # the method that uses the learner, for this error
         self._call_lock = threading.Lock()
         """A lock that each call of the learner holds, and the comparison in :meth:`start`, which waits for a running
         call."""
-        self._weights_lock = threading.Lock()
-        """A lock on the learner's weights: held while they are copied, changed or temporarily replaced."""
+        self._weights_lock = threading.Lock()  # held while the learner's weights are copied, changed or replaced
 
     @classmethod
     def load(
