@@ -124,9 +124,7 @@ class Policy:
         self._publishing = asyncio.Lock()
         self._learner_lock = threading.Lock()  # a second thread that calls the learner gets an error and does not wait
         self._learner_user = ""  # the method that uses the learner, for this error
-        self._call_lock = threading.Lock()
-        """A lock that each call of the learner holds, and the comparison in :meth:`start`, which waits for a running
-        call."""
+        self._call_lock = threading.Lock()  # held by each call of the learner, and by the comparison in :meth:`start`
         self._weights_lock = threading.Lock()  # held while the learner's weights are copied, changed or replaced
 
     @classmethod
