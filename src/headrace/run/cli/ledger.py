@@ -1,4 +1,4 @@
-"""``headrace ledger``: show what became of every group, episode and token.
+"""``headrace ledger``: print how many groups, episodes and tokens of a run were trained, dropped, or are in flight.
 
 The *ledger* is the durable record of a run. Its books *balance* (conservation) if every group, episode and token that
 was submitted is trained, dropped for a known reason, or in flight.
@@ -111,8 +111,8 @@ def _show_books(out: Console, conservation: Conservation) -> None:
 
 
 def _show_survivors(out: Console, bias: Survivors) -> None:
-    """Print to ``out`` how the lengths of trained episodes differ from those of all submitted ones, in tokens, and
-    whether a statistical test finds that training favours some lengths (survivor bias)."""
+    """Print to ``out`` how the lengths of trained episodes differ from the lengths of all submitted episodes, in
+    tokens, and whether a statistical test finds that training favours some lengths (survivor bias)."""
     rows = table("\ntokens of an episode whose group was trained or dropped", "", "submitted", "trained")
     rows.add_row("episodes", f"{bias.num_submitted:,}", f"{bias.num_trained:,}")
     rows.add_row("mean", *(f"{mean:,.1f}" for mean in bias.mean))
@@ -128,7 +128,7 @@ def _show_survivors(out: Console, bias: Survivors) -> None:
 
 def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     """Train a fresh learner on the batches that the ledger ``book`` of the run in ``run_dir`` has recorded, and print
-    which versions of the weights agree with the run's. Return whether all of them do."""
+    which versions of its weights are equal, bit for bit, to the run's. Return whether all versions are equal."""
     from headrace.run.observe.words import plural
     from headrace.run.session.replaying import replay
 

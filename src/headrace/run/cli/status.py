@@ -57,26 +57,25 @@ def status(
 
 
 def _state(pid: int, recorded: str) -> str:
-    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the system says so,
-    else ``recorded``, the state in the run's status file.
+    """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the operating system
+    reports this, else ``recorded``, the state in the run's status file.
 
-    That file may be out of date, since a controller that is stopped or killed does not renew it.
+    The status file may be out of date, since a controller that is stopped or killed does not renew it.
     """
     try:
         stopped = psutil.Process(pid).status() == psutil.STATUS_STOPPED
-    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where its number was given again
+    except (psutil.NoSuchProcess, FileNotFoundError):  # the second, where another process has received the same number
         return "ended"
     return f"stopped (SIGSTOP; kill -CONT {pid} lets it continue)" if stopped else recorded
 
 
 def look(run_dir: Path) -> dict[str, Any]:
     """Return the state of the run in ``run_dir``, as ``headrace status --json`` prints it: the content of its status
-    file, checked against the processes that are alive, with the run's state (``running``, ``killed``, or how it ended)
-    and its verdict.
+    file, with the state of each process as the operating system reports it now, the run's state (``running``,
+    ``killed``, or how it ended) and its verdict.
 
     Raises :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting.
     """
-
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE, is_held
     from headrace.run.session.directory import read_status, read_summary
@@ -128,8 +127,8 @@ def look(run_dir: Path) -> dict[str, Any]:
 
 
 def _starting_words(run_dir: Path) -> str:
-    """Return in words why a run that is starting has no status yet: its controller or a child process of it is stopped,
-    for example by Ctrl-Z, or else its parts are starting."""
+    """Return in words why a run that is starting has no status yet: its controller or a child process of the controller
+    is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE
     from headrace.launch.local_process import halted_below
 
@@ -140,15 +139,16 @@ def _starting_words(run_dir: Path) -> str:
 
 
 def _verdict(run_dir: Path, summary: dict[str, Any] | None) -> str:
-    """Return the newest verdict on the run's bottleneck, in words: that of ``summary``, the summary of a run that has
-    ended, or else that of its live state; empty where there is none yet."""
+    """Return the newest verdict on the run's bottleneck, in words. The verdict comes from ``summary``, the summary of a
+    run that has ended, or where that is ``None`` from the live state of the run; empty where there is no verdict
+    yet."""
     from headrace.run.observe import LIVE_FILE
 
     if summary is not None:
         return str(summary.get("verdict") or "")
     try:
         tree = json.loads((run_dir / LIVE_FILE).read_bytes())
-    except (OSError, ValueError):  # none yet, or one that is just being replaced
+    except (OSError, ValueError):  # there is no live state yet, or the controller is replacing its file
         return ""
     return str(tree.get("verdict") or "") if isinstance(tree, dict) else ""
 
