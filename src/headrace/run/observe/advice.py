@@ -1,7 +1,7 @@
-"""The advice of a verdict: which settings to change, by the bound of the run and by the settings that it has.
+"""The advice of a verdict: sentences that tell the user which settings to change.
 
 The *bound* is the bottleneck of a run, which the verdict names. An *account* is the record of where the time of the
-run went. Each function returns a sentence or two for the user.
+run went. :func:`advise` chooses the function for a bound; each function returns a sentence or two for the user.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from headrace.base.types.weights import Interrupt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerdictSettings:
-    """The values of a run's settings that advice names, so that it can say what to raise or lower and from what.
-    ``None`` means that the value is unknown, or that the run chooses it itself."""
+    """The present values of the settings that advice tells the user to raise or lower. ``None`` means that the value is
+    unknown, or that the run chooses it itself."""
 
     max_age: int | None = None
     """``flow.max_age``, in versions."""
@@ -54,7 +54,7 @@ class VerdictSettings:
 
 
 UNKNOWN = VerdictSettings()
-"""The settings of a run of which none is known."""
+"""The record for a run whose settings are not known."""
 
 
 def settings_of(config: Mapping[str, Any], *, processors: int | None = None, on_cpu: bool = False) -> VerdictSettings:
@@ -99,7 +99,8 @@ def _table(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _count(value: object) -> int | None:
-    """Return the value of a setting where it is an integer (true and false are none), else ``None``."""
+    """Return ``value``, the value of a setting, where it is an integer; ``None`` for any other type, ``bool``
+    included."""
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
@@ -173,7 +174,7 @@ def _run_further_ahead(settings: VerdictSettings) -> str:
 
 
 BUSY_SHARE = 0.7
-"""The share of the time above which workers that compute, or weights that travel, count as always busy."""
+"""The share of the time from which on workers that compute, or a sync that sends weights, count as always busy."""
 
 
 def _scoring(account: Account, settings: VerdictSettings) -> str:
@@ -281,8 +282,8 @@ WHOLE_SHARE = 0.8
 
 
 def _processors(account: Account, settings: VerdictSettings) -> str:
-    """Return the advice for a run whose processes wait for processors (CPUs). It depends on how much of them the run
-    itself uses: where it is little, other programs are the cause."""
+    """Return the advice for a run whose processes wait for processors (CPUs). The advice depends on the share of the
+    processors that the run itself uses: where this share is small, other programs are the cause."""
     if account.processors_s < OWN_SHARE * account.observed_s:
         return "Other programs use the processors: end them, or take a machine of the run's own."
     if account.processors_s < WHOLE_SHARE * account.observed_s:
@@ -329,4 +330,4 @@ _PART_WORDS = {
     Cause.STOPPED: "the time in which a process is stopped",
     Cause.NOBODY: "the time in which no part works",
 }
-"""The words for each part of a step."""
+"""The words for each part of a step, by the cause of the learner's wait."""

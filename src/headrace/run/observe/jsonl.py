@@ -1,7 +1,8 @@
-"""Append-only files of records: one JSON object per line, unbuffered; and the observer that writes those of a run.
+"""Append-only files of records, one JSON object per line, unbuffered; and :class:`Recorder`, the observer that writes
+the files of a run.
 
 A *record* is a ``msgspec`` struct. A killed process leaves whole lines and at most one torn line at the end, which
-lacks its line break. The reader skips it; the writer cuts it off before it appends the next record.
+lacks its line break. The reader skips a torn line; the writer removes it before it appends the next record.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class JsonlWriter(Generic[R]):
     """
 
     def __init__(self, path: Path) -> None:
-        """Open the file to append to it; a missing one is created. Raises :class:`~headrace.base.errors.RunError` where
-        it cannot be written."""
+        """Open the file ``path`` for appending, and create it where it is missing. Raises
+        :class:`~headrace.base.errors.RunError` where the file cannot be written."""
         self._path = path
         self._encoder = msgspec.json.Encoder()
         try:
@@ -58,8 +59,8 @@ class JsonlWriter(Generic[R]):
             raise self._refused(error) from None
 
     def write(self, records: Iterable[R]) -> None:
-        """Append ``records``. They are passed to the operating system at once, so that a later kill of the process
-        loses nothing.
+        """Append ``records`` to the file. They are passed to the operating system at once, so that a later kill of the
+        process loses nothing.
 
         Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
         """
@@ -71,7 +72,7 @@ class JsonlWriter(Generic[R]):
             raise self._refused(error) from None
 
     def close(self) -> None:
-        """Close the file. Everything is written already."""
+        """Close the file. All records are already written."""
         self._file.close()
 
     def __enter__(self) -> Self:
@@ -93,9 +94,9 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
     """Return every record of the file, in order; each line is decoded as a ``kind``, the class of the records. A torn
     last line, as a killed or a running process leaves it, is skipped.
 
-    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read, and, with the number of the line,
-    where any other line, or the only one, cannot be decoded. With ``skipped``, lines that cannot be decoded are left
-    out instead, and ``skipped`` is called once with a message about them.
+    Raises :class:`~headrace.base.errors.DataError` where the file cannot be read. Raises it also, with the number of
+    the line, where a line before the last, or the only line, cannot be decoded. With ``skipped``, lines that cannot be
+    decoded are left out instead, and ``skipped`` is called once with a message about them.
     """
     try:
         data = path.read_bytes()
@@ -124,7 +125,7 @@ def read_jsonl(path: Path, kind: type[R], skipped: Callable[[str], None] | None 
 
 def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list[StepRecord]:
     """Return the records of the optimizer steps in ``path``, a ``metrics.jsonl``, one for each step, in order.
-    ``skipped`` and errors are those of :func:`read_jsonl`.
+    ``skipped`` and the errors have the same meaning as for :func:`read_jsonl`.
 
     A run that was resumed from a checkpoint wrote some steps again; the later line of a step replaces the earlier one
     and all steps after it.
@@ -138,14 +139,13 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Truncate the file after its last line break, so that a torn last line is removed. A missing file is left
-    alone."""
+    """Truncate the file after its last line break, which removes a torn last line. A missing file is not created."""
     if not path.exists():
         return
     with path.open("r+b") as file:
         end = file.seek(0, 2)
         at = end
-        while at > 0:
+        while at > 0:  # read blocks backwards from the end, since the file may be large
             start = max(0, at - 65536)
             file.seek(start)
             newline = file.read(at - start).rfind(b"\n")
@@ -196,7 +196,7 @@ class Recorder:
             raise RunError(f"{self._live} cannot be written: {error.strerror}", remedy=remedy) from None
 
     def close(self) -> None:
-        """Close the three files that lines are appended to."""
+        """Close ``metrics.jsonl``, ``trace.jsonl`` and ``events.jsonl``."""
         for file in (self._metrics, self._trace, self._events):
             file.close()
 

@@ -28,9 +28,9 @@ class Mlflow(WriterSection):
     """The name of the experiment, which is created where there is none."""
 
     def open(self, run: RunFacts) -> MetricWriter:
-        """Return the writer of ``run``, after its MLflow run is created with the settings as parameters, or, for a
-        resumed run, found by its tag and opened again. Raises :class:`~headrace.base.errors.ConfigError` where the
-        package is not installed."""
+        """Create the MLflow run of ``run``, with the settings as parameters, and return the writer that logs to it. For
+        a resumed run, open the MLflow run with its tag again. Raises :class:`~headrace.base.errors.ConfigError` where
+        the package is not installed."""
         try:
             from mlflow import MlflowClient
         except ImportError:
@@ -42,15 +42,15 @@ class Mlflow(WriterSection):
         if known:
             client.update_run(known[0].info.run_id, status="RUNNING")
             return _MlflowWriter(client, known[0].info.run_id)
-        begun = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
+        created = client.create_run(experiment, run_name=run.name, tags={"headrace_run": run.key})
         for name, value in islice(_params(run.config), 500):
-            client.log_param(begun.info.run_id, name, value[:500])
-        return _MlflowWriter(client, begun.info.run_id)
+            client.log_param(created.info.run_id, name, value[:500])
+        return _MlflowWriter(client, created.info.run_id)
 
 
 def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
-    """Return the values of the nested settings ``tree`` as text, each with its dotted name such as ``learner.lr``, for
-    MLflow's parameters. ``prefix`` stands before each name; it is empty except in the recursion."""
+    """Return the nested settings ``tree`` as MLflow's parameters: pairs of a dotted name, such as ``learner.lr``, and
+    the value as text. ``prefix`` is put before each name; only the recursion sets it."""
     flat: list[tuple[str, str]] = []
     for key, value in tree.items():
         flat += _params(value, f"{prefix}{key}.") if isinstance(value, dict) else [(f"{prefix}{key}", str(value))]
@@ -58,10 +58,10 @@ def _params(tree: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
 
 
 class _MlflowWriter:
-    """The open writer, which :meth:`Mlflow.open` returns: it logs each step to one MLflow run."""
+    """The writer that :meth:`Mlflow.open` returns: it logs each step to one MLflow run."""
 
     def __init__(self, client: MlflowClient, run_id: str) -> None:
-        """Write to the MLflow run with the id ``run_id`` through ``client``."""
+        """Create a writer to the MLflow run with the id ``run_id``, which it reaches through ``client``."""
         self._client = client
         self._run_id = run_id
 
