@@ -1,5 +1,4 @@
-"""The models that have engines of their own beside the policy's: those of teachers and of other agents, and the
-checks of both.
+"""The models of teachers and of frozen agents, which run on engines of their own, and the checks of these models.
 
 A *teacher* is a model whose logprobs the policy learns from. A *frozen agent* answers in episodes beside the policy and
 is not trained. A *row* is the data of one task.
@@ -32,13 +31,13 @@ from headrace.run.session.config import RunConfig
 def teacher_orders(
     config: RunConfig, tasks: Sequence[Task], tokenizer: PromptTokenizer, max_context: int
 ) -> dict[str, TeacherOrder]:
-    """Return, by the teacher's name, what to launch for each teacher that has an engine of its own: its model, its
-    context, and how it is asked. ``tasks`` are the rows to train on, with prompts of the policy's ``tokenizer``;
-    ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
+    """Return the launch order of each teacher that has an engine of its own, by the teacher's name: its model, its
+    context length, and the settings of requests to it. ``tasks`` are the rows to train on, with prompts of the policy's
+    ``tokenizer``; ``max_context`` is the longest sample of the policy in tokens, which a teacher must be able to read.
 
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError` or
     :class:`~headrace.base.errors.ModelError` where a teacher has another vocabulary or too short a context, where a row
-    names no teacher, and where a prompt cannot be written.
+    names no teacher, and where a teacher's prompt cannot be made.
     """
     served = config.learner.served_teachers
     if len(served) > 1:
@@ -70,8 +69,9 @@ def teacher_orders(
 
 
 def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
-    """Return the model that a teacher's engine loads: the initial weights of the policy where the teacher has no path,
-    otherwise the model, or the adapter on the policy's base, in that path. ``policy`` is the model that is trained."""
+    """Return the model that a teacher's engine loads. Without a path, this is the policy with its initial weights;
+    otherwise the path is the directory of a model, or of an adapter on the policy's base. ``policy`` is the model that
+    is trained."""
     if teacher.path is None:
         return policy.of_policy()
     if isinstance(teacher, FrozenTeacher) and policy.lora is not None:
@@ -83,14 +83,14 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
 
 
 def _vocabulary(path: str) -> int:
-    """Return the size of the vocabulary that the configuration of the model in ``path`` states."""
+    """Return the size of the vocabulary of the model in ``path``, from its configuration."""
     size: int = read_config(path).vocab_size
     return size
 
 
 def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting: str, context: int) -> None:
-    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy's, or cannot read
-    ``context`` tokens. ``setting`` names the teacher's setting in the error. The policy's own model is not checked."""
+    """Raise an error where the teacher's model in ``path`` has another vocabulary than the policy, or cannot read
+    ``context`` tokens. ``setting`` names the teacher in the error. The policy's own model is not checked."""
     if teacher.path is None or path == config.model.path:
         return
     with called(f"{setting} path"):
@@ -104,8 +104,9 @@ def _refuse_model(config: RunConfig, teacher: ServedTeacher, path: str, setting:
 
 
 def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` for the first row whose ``column`` does not hold one of ``names``,
-    the teachers. With several teachers, each row must say which of them scores its answers."""
+    """Raise :class:`~headrace.base.errors.DataError` for the first row whose ``column`` does not contain one of
+    ``names``, the names of the teachers. With several teachers, each row must name the teacher that scores its
+    answers."""
     for task in tasks:
         named = task.row.get(column)
         if named not in names:
@@ -119,8 +120,8 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
 def _prompts(
     config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
-    """Return for each row the token ids that the teacher reads in place of the row's prompt: its setting
-    ``engine.prompt``, a template, filled in with the row. ``setting`` names the teacher in errors."""
+    """Return for each row the token ids of the prompt that the teacher reads in place of the row's prompt. The setting
+    ``engine.prompt`` is the template of this prompt. ``setting`` names the teacher in errors."""
     if config.env.remote:
         raise ConfigError(
             f"{setting} engine.prompt replaces the row's prompt, and with env.kind={config.env.kind!r} the "
@@ -134,8 +135,9 @@ def _prompts(
 
 
 def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
-    """Return the teacher's prompt for one row: ``template`` filled in. If the row's prompt is a list of messages, the
-    result is that list with the filled template as the text of the last message. ``setting`` is for errors."""
+    """Return the teacher's prompt for one row: ``template`` with its placeholders replaced. If the row's prompt is a
+    list of messages, the result is a copy of this list in which the text of the last message is replaced by the filled
+    template. ``setting`` names the teacher in errors."""
     if isinstance(task.prompt, str):
         return _text(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
@@ -149,8 +151,8 @@ def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any
 
 
 def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
-    """Return ``template`` with the values of the row's columns in place of their names in braces, and with ``prompt``
-    in place of ``{prompt}``. Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
+    """Return ``template`` with each column name in braces replaced by the row's value, and ``{prompt}`` by ``prompt``.
+    Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
     try:
         return template.format_map({**row, "prompt": prompt})
     except KeyError as missing:
@@ -163,15 +165,15 @@ def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str
 def frozen_agents(config: RunConfig) -> dict[str, ModelConfig]:
     """Return the model that the engine of each agent with weights of its own loads, by the agent's name.
 
-    Raises :class:`~headrace.base.errors.ModelError` where a path that should hold an adapter holds none.
+    Raises :class:`~headrace.base.errors.ModelError` where the path of an adapter contains no adapter.
     """
     models = {agent.name: agent.model_of(config.model) for agent in config.env.agents}
     return {name: model for name, model in models.items() if model is not None}
 
 
 def refuse_misfits(config: RunConfig, max_context: int) -> None:
-    """Raise an error where the model of another agent does not have the vocabulary of the policy's model, or reads
-    fewer tokens than ``max_context``.
+    """Raise an error where the model of a frozen agent has another vocabulary than the policy's model, or cannot read
+    ``max_context`` tokens.
 
     The error is a :class:`~headrace.base.errors.ConfigError` or a :class:`~headrace.base.errors.ModelError`.
     """
