@@ -42,7 +42,7 @@ class Verb:
     """The text for ``--help``; ``None``: the docstring of the function."""
 
 
-def _problem(made: Any) -> str | None:
+def _describe_problem(made: Any) -> str | None:
     """Return the end of a sentence that says why ``made``, an object that a package registered as a verb, cannot be
     used; ``None`` where it is a :class:`Verb`."""
     return None if isinstance(made, Verb) else f"is a {type(made).__name__}, and not a headrace.extend.Verb"
@@ -59,7 +59,7 @@ COMMANDS = Registry[Verb](
             *((each, each) for each in ("status", "watch", "report", "ledger", "trace")),
         )
     },
-    check=_problem,
+    check=_describe_problem,
 )
 """Every verb by its name."""
 
@@ -92,7 +92,7 @@ class VerbGroup(TyperGroup):
         try:
             return _as_command(cmd_name, COMMANDS.load(cmd_name))
         except ConfigError as error:
-            return _as_command(cmd_name, _broken(error))
+            return _as_command(cmd_name, _substitute_verb(error))
 
     @property
     def commands(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ def _as_command(name: str, verb: Verb) -> Any:
     return typer.main.get_group(program).commands[name]
 
 
-def _broken(error: ConfigError) -> Verb:
+def _substitute_verb(error: ConfigError) -> Verb:
     """Return a substitute for a verb that cannot be imported. ``--help`` shows the reason, and a call of the substitute
     raises ``error``, the error of the import."""
 

@@ -57,7 +57,7 @@ def evaluate(
 ) -> None:
     """Measure a model on the held-out rows, without training: avg@k, pass@k, pass^k, and a page for each episode."""
     read_here = {"n": n, "set": overrides, "k": ks, "temperature": temperature, "out": out, "url": url}
-    _leave_to_harness(harness, where, arguments or [], read_here)
+    _run_harness_if_named(harness, where, arguments or [], read_here)
     starting(f"reading {where} and loading what an evaluation needs")
     from headrace.base.clock import RealClock
     from headrace.base.config.addresses import refuse_secret
@@ -81,7 +81,7 @@ def evaluate(
     print_json(result) if as_json else _show(result)
 
 
-def _leave_to_harness(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
+def _run_harness_if_named(harness: str, where: Path, arguments: Sequence[str], read_here: Mapping[str, object]) -> None:
     """Run the evaluation harness named ``harness``, a program of another library such as lm-eval, and exit with its
     exit code; return where ``harness`` is empty. ``where`` is the run, and ``arguments`` are passed to the harness.
 

@@ -58,11 +58,11 @@ def init(
     out_console.print(f"rows     {len(rows.rows):,}, columns {columns}; prompts up to {rows.longest:,} tokens")
     for note in rows.notes:
         out_console.print(f"note     {readable(note)}", style="yellow")
-    chosen, shown = _reward(reward, rows, answer_column, out.parent / "reward.py")
+    chosen, shown = _choose_reward(reward, rows, answer_column, out.parent / "reward.py")
     if isinstance(chosen, str):
         check_reward(chosen, rows)
     out_console.print(f"reward   {readable(shown)}")
-    held_out = eval_data or _held_out(rows)
+    held_out = eval_data or _choose_held_out(rows)
     out_console.print(f"held out {readable(str(held_out)) if held_out else 'none'}")
     FirstRun(model=found, data=rows, reward=chosen, eval_path=held_out).write(out, force=force)
     file = shlex.quote(str(out))
@@ -92,14 +92,14 @@ def _option_or_answer(
             complain(error)
 
 
-def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
+def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | RewardChoice, str]:
     """Return the reward that the user chooses, and a description of this reward. The reward is ``file.py:function``, or
     a built-in reward that fits the columns of ``rows``. ``given`` is the value of ``--reward``; where it is empty, the
     user answers on the terminal. Where the choice is ``file``, write an example to ``path``. ``answers`` names the
     column of the expected answer; where it is empty, the column is found by its name."""
     from headrace.run.session.first_run import check_reward, fitting_rewards, own_rewards, write_reward
 
-    fitting = {choice.name: choice for choice in fitting_rewards(rows, _answer_column(given, rows, answers))}
+    fitting = {choice.name: choice for choice in fitting_rewards(rows, _choose_answer_column(given, rows, answers))}
 
     def find(answer: str) -> tuple[str | RewardChoice, str]:
         """Return the reward that the user's ``answer`` chooses, and the text that describes it. The answer is the name
@@ -128,12 +128,12 @@ def _reward(given: str, rows: Data, answers: str, path: Path) -> tuple[str | Rew
     if fitting:
         return _option_or_answer("", "--reward", "Reward (a number, or file.py:function)", find, default="1")
     own = own_rewards(path.parent, rows)
-    for line in _without_fitting(rows, own, path.parent):
+    for line in _lines_without_fitting(rows, own, path.parent):
         console().print(f"  {readable(line)}")
     return _option_or_answer("", "--reward", "Reward (file.py:function)", find, default=own[0] if own else None)
 
 
-def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
+def _lines_without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
     """Return the lines that explain to the user why no built-in reward fits ``rows``. ``own`` are the functions in the
     Python files of ``directory`` that could be the reward, which the lines name."""
     columns = ", ".join(rows.columns)
@@ -144,7 +144,7 @@ def _without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[st
     ]
 
 
-def _answer_column(reward: str, rows: Data, given: str) -> str:
+def _choose_answer_column(reward: str, rows: Data, given: str) -> str:
     """Return the name of the column of the expected answer: ``given``, or else a column found by its name. Return an
     empty text where ``reward``, the value of ``--reward``, needs no such column, or where the user names none.
 
@@ -173,7 +173,7 @@ def _answer_column(reward: str, rows: Data, given: str) -> str:
     return _option_or_answer("", "--answer-column", question, lambda column: find(column) if column else "", default="")
 
 
-def _held_out(rows: Data) -> Path | None:
+def _choose_held_out(rows: Data) -> Path | None:
     """Ask on the terminal for the file of held-out rows, and return its path. The default answer is a file in the
     directory of ``rows`` whose name marks it as held out. Return ``None`` without a terminal, or for the answer
     ``none``."""

@@ -56,7 +56,7 @@ def status(
         out.print(f"cause: {readable(found['cause'])}")
 
 
-def _state(pid: int, recorded: str) -> str:
+def _process_state(pid: int, recorded: str) -> str:
     """Return the state, in words, of the process ``pid`` on this machine: ended or stopped where the operating system
     reports this, else ``recorded``, the state in the run's status file.
 
@@ -83,7 +83,7 @@ def look(run_dir: Path) -> dict[str, Any]:
     last = read_status(run_dir)
     if last is None and is_held(run_dir):
         raise DataError(
-            f"{run_dir} has no status yet: {_starting_words(run_dir)}",
+            f"{run_dir} has no status yet: {_starting_in_words(run_dir)}",
             remedy="let a stopped process continue; else look again in a few seconds",
         )
     if last is None and (run_dir / LOCK_FILE).exists():
@@ -98,7 +98,7 @@ def look(run_dir: Path) -> dict[str, Any]:
         {
             "role": part.role,
             "pid": part.pid,
-            "state": part.state if part.node else _state(part.pid, part.state),
+            "state": part.state if part.node else _process_state(part.pid, part.state),
             "version": part.version,
             "device": part.device,
             "restarts": part.restarts,
@@ -126,7 +126,7 @@ def look(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def _starting_words(run_dir: Path) -> str:
+def _starting_in_words(run_dir: Path) -> str:
     """Return in words why a run that is starting has no status yet: its controller or a child process of the controller
     is stopped, for example by Ctrl-Z, or else the parts of the run are starting."""
     from headrace.flow.ledger.opening import LOCK_FILE

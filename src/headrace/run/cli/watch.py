@@ -32,7 +32,7 @@ def watch(
 
     out = console()
     out.soft_wrap = False  # the picture is drawn for the width of the terminal, and its sentences wrap
-    state = _present(run_dir)
+    state = _corrected_state(run_dir)
     if once or not out.is_terminal:
         out.print(draw(state, out.width))
         return
@@ -48,12 +48,12 @@ async def _follow(run_dir: Path, show: Callable[[LiveState], None]) -> None:
     from headrace.run.cli.status import look
 
     while look(run_dir)["state"] == "running":
-        show(_present(run_dir))
+        show(_corrected_state(run_dir))
         await asyncio.sleep(RENEWED_S)
-    show(_present(run_dir))
+    show(_corrected_state(run_dir))
 
 
-def _present(run_dir: Path) -> LiveState:
+def _corrected_state(run_dir: Path) -> LiveState:
     """Return the last live state that the run has written, corrected by what the operating system reports of its
     processes. If its controller is stopped, a warning is added. If the run has ended, ``phase`` is how it ended, such
     as ``finished`` or ``killed``, and ``waits``, the work of the loops, is empty."""
@@ -62,7 +62,7 @@ def _present(run_dir: Path) -> LiveState:
     from headrace.run.cli.status import look
     from headrace.run.session.directory import read_status
 
-    state = _read(run_dir)
+    state = _read_live_state(run_dir)
     if read_status(run_dir) is None:  # a run that starts writes its status after this state
         return state
     found = look(run_dir)
@@ -75,7 +75,7 @@ def _present(run_dir: Path) -> LiveState:
     return msgspec.structs.replace(state, warnings=(*state.warnings, words))
 
 
-def _read(run_dir: Path) -> LiveState:
+def _read_live_state(run_dir: Path) -> LiveState:
     """Return the live state in the ``live.json`` of the run. Raises :class:`~headrace.base.errors.DataError` where the
     file is missing, or where it cannot be decoded."""
     import msgspec

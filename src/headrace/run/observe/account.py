@@ -140,7 +140,7 @@ class Accountant:
         so_far = self._total
         newest = self._newest
         if newest is not None and state.phase == "training" and state.wall_s - newest.wall_s >= LONG_S:
-            so_far += self._present(state, newest)
+            so_far += self._present_account(state, newest)
         return msgspec.structs.replace(
             state,
             account=so_far if so_far.seconds else state.account,
@@ -149,7 +149,7 @@ class Accountant:
             waited=tuple(self._waited),
         )
 
-    def _present(self, state: LiveState, newest: StepRecord) -> Account:
+    def _present_account(self, state: LiveState, newest: StepRecord) -> Account:
         """Return the account of the time since the last step that was added, up to :data:`LATE_S` before now.
 
         ``newest`` is the step that ended last; ``state``, the present state of the run, contains the present time. The

@@ -56,7 +56,7 @@ class JsonlWriter(Generic[R]):
             _cut_torn_line(path)
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def write(self, records: Iterable[R]) -> None:
         """Append ``records`` to the file. They are passed to the operating system at once, so that a later kill of the
@@ -69,7 +69,7 @@ class JsonlWriter(Generic[R]):
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            raise self._refused(error) from None
+            raise self._write_error(error) from None
 
     def close(self) -> None:
         """Close the file. All records are already written."""
@@ -82,7 +82,7 @@ class JsonlWriter(Generic[R]):
         """Close the file, however the context ends."""
         self.close()
 
-    def _refused(self, error: OSError) -> RunError:
+    def _write_error(self, error: OSError) -> RunError:
         """Return the error to raise where opening or writing the file failed with ``error``."""
         return RunError(
             f"{self._path} cannot be written: {error.strerror}",

@@ -72,7 +72,7 @@ def events(run: RunData) -> Iterator[Event]:
     lanes: dict[str, list[Span]] = {}
     for span in run.spans:
         lanes.setdefault(span.lane, []).append(span)
-    ordered = sorted(lanes, key=lambda lane: (_rank(lane), lane))
+    ordered = sorted(lanes, key=lambda lane: (_lane_rank(lane), lane))
     for pid, lane in enumerate(ordered, start=1):
         yield {"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": lane}}
         yield {"ph": "M", "name": "process_sort_index", "pid": pid, "tid": 0, "args": {"sort_index": pid}}
@@ -82,7 +82,7 @@ def events(run: RunData) -> Iterator[Event]:
     yield from _counters(run, len(ordered) + 1, zero_s)
 
 
-def _rank(lane: str) -> int:
+def _lane_rank(lane: str) -> int:
     """Return the sort key of a lane: the position in :data:`_FIRST` of its name without a number (``engine-1`` counts
     as ``engine``). Lanes that are not in :data:`_FIRST` get the highest key."""
     first = lane.partition("-")[0]

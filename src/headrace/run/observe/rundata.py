@@ -214,10 +214,10 @@ def load_run(run_dir: Path) -> RunData:
         directory=run_dir,
         steps=_read_or_note(lambda: read_steps(metrics, notes.append), metrics, [], notes),
         spans=_read_or_note(lambda: _valid_spans(read_jsonl(trace, Span, notes.append)), trace, [], notes),
-        summary=_read_or_note(lambda: _tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
-        config=_read_or_note(lambda: _settings(run_dir), run_dir / CONFIG_FILE, {}, notes),
-        live=_live(run_dir),
-        events=_events(run_dir, notes),
+        summary=_read_or_note(lambda: _read_tree(run_dir / SUMMARY_FILE), run_dir / SUMMARY_FILE, {}, notes),
+        config=_read_or_note(lambda: _read_config(run_dir), run_dir / CONFIG_FILE, {}, notes),
+        live=_read_live(run_dir),
+        events=_read_events(run_dir, notes),
         notes=notes,
     )
 
@@ -232,16 +232,16 @@ def recorded_account(tree: Mapping[str, Any]) -> Account | None:
     return account if account.seconds > 0 else None
 
 
-def _live(run_dir: Path) -> dict[str, Any]:
+def _read_live(run_dir: Path) -> dict[str, Any]:
     """Return the content of ``live.json``, the last live state that the run wrote; empty where the file is missing or
     damaged. Such a file causes no note, since no report depends on it."""
     try:
-        return _tree(run_dir / LIVE_FILE)
+        return _read_tree(run_dir / LIVE_FILE)
     except DataError:
         return {}
 
 
-def _events(run_dir: Path, notes: list[str]) -> list[Event]:
+def _read_events(run_dir: Path, notes: list[str]) -> list[Event]:
     """Return the events of the run, and append a note to ``notes`` where the file is damaged. A run of an older version
     of Headrace has no such file, and no events."""
     path = run_dir / EVENTS_FILE
@@ -271,14 +271,14 @@ def _valid_spans(spans: list[Span]) -> list[Span]:
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
-def _settings(run_dir: Path) -> dict[str, Any]:
+def _read_config(run_dir: Path) -> dict[str, Any]:
     """Return the resolved settings of the run from ``config.json``. Raises
     :class:`~headrace.base.errors.HeadraceError` where the file differs from its checksum, or cannot be read."""
     verify(run_dir, [CONFIG_FILE])
-    return _tree(run_dir / CONFIG_FILE)
+    return _read_tree(run_dir / CONFIG_FILE)
 
 
-def _tree(path: Path) -> dict[str, Any]:
+def _read_tree(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
     where the file cannot be read or holds something else."""
     try:

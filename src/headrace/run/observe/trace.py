@@ -123,19 +123,19 @@ def account(spans: Iterable[Span], within: Interval, known: Iterable[str] = ()) 
         return _union_within(((span.start_s, span.end_s) for span in lanes.get(lane, ()) if matches(span)), within)
 
     engines = [lane for lane in lanes if is_engine(lane)]
-    own_stops = {lane: when(Cause.STOPPED, _stops(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
-    works = {lane: _without(when(lane, _works), own_stops[lane]) for lane in lanes}
-    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _in_all(own_stops, engines)))
+    own_stops = {lane: when(Cause.STOPPED, _is_stop_of(lane)) for lane in (*lanes, Cause.LEARNER, Cause.CONTROLLER)}
+    works = {lane: _subtract(when(lane, _is_work), own_stops[lane]) for lane in lanes}
+    stops = union(chain(own_stops[Cause.LEARNER], own_stops[Cause.CONTROLLER], _common_time(own_stops, engines)))
     count = max(1, len(engines))
     parts: dict[str, Sequence[Interval]] = {**{cause: works.get(cause, []) for cause in Cause}, Cause.STOPPED: stops}
     parts[Cause.ENGINE] = union(chain.from_iterable(works[lane] for lane in engines))
-    waits = {name: when("learner", _named(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
+    waits = {name: when("learner", _has_name(name)) for name in (WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC)}
     engine_waits: dict[str, float] = dict.fromkeys(map(str, Cause), 0.0)
     for lane in engines:
         also = {**parts, Cause.STOPPED: union(chain(stops, own_stops[lane]))}
         for cause, part in split(complement(works[lane], within), also, ENGINE_WAITS).items():
             engine_waits[cause] += seconds(part) / count
-    exposed = _without(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
+    exposed = _subtract(when("learner", lambda span: span.name in ("snapshot", WAIT_SYNC)), stops)
     return Account(
         seconds=within[1] - within[0],
         engine_busy_s=sum(seconds(works[lane]) for lane in engines) / count,
@@ -181,12 +181,12 @@ def split(
     left = list(idle)
     for cause in order:
         shares[str(cause)] = intersection(left, parts.get(cause, []))
-        left = _without(left, shares[str(cause)])
+        left = _subtract(left, shares[str(cause)])
     shares[str(Cause.NOBODY)] = left
     return shares
 
 
-def _without(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
+def _subtract(intervals: Sequence[Interval], covered: Sequence[Interval]) -> list[Interval]:
     """Return the time of the union ``intervals`` that the union ``covered`` does not cover, as a union."""
     if not intervals or not covered:
         return list(intervals)
@@ -205,34 +205,34 @@ def _learner_waits(
     total: dict[str, float] = {}
     for cause, reason in ((Cause.STOPPED, parts[Cause.STOPPED]), (Cause.SYNC, waits[WAIT_SYNC])):
         total[str(cause)] = seconds(intersection(idle, reason))
-        idle = _without(idle, reason)
+        idle = _subtract(idle, reason)
     for name, order in LEARNER_WAITS.items():
         inside = intersection(idle, waits[name]) if name else idle
         for part, time in split(inside, parts, order).items():
             total[part] = total.get(part, 0.0) + seconds(time)
-        idle = _without(idle, inside)
+        idle = _subtract(idle, inside)
     return {cause: time_s for cause, time_s in total.items() if time_s > 0}
 
 
-def _named(name: str) -> Callable[[Span], bool]:
+def _has_name(name: str) -> Callable[[Span], bool]:
     """Return a predicate that is true for a span with the name ``name``."""
     return lambda span: span.name == name
 
 
-def _in_all(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
+def _common_time(unions: Mapping[str, list[Interval]], lanes: Sequence[str]) -> list[Interval]:
     """Return the time that the unions of all ``lanes`` have in common, for example when all engines are stopped; an
     empty list without lanes."""
     return reduce(intersection, [unions[lane] for lane in lanes]) if lanes else []
 
 
-def _stops(lane: str) -> Callable[[Span], bool]:
+def _is_stop_of(lane: str) -> Callable[[Span], bool]:
     """Return a predicate for spans of the lane ``stopped``, whose names are lanes: true for a span in which the process
     of ``lane`` was stopped. The learner also counts as stopped while one of its ranks (``learner-1``, ...) is."""
     ranks = f"{lane}-" if lane == Cause.LEARNER else ""
     return lambda span: span.name == lane or bool(ranks and span.name.startswith(ranks))
 
 
-def _works(span: Span) -> bool:
+def _is_work(span: Span) -> bool:
     """Return whether the span is work of its lane, not a wait."""
     return not is_wait(span)
 

@@ -110,7 +110,7 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     works 98%.
     """
     bound = bound_of(account, settings)
-    frac = _share(bound, account)
+    frac = _cost_of_bound(bound, account)
     most, next_one = _largest_rate(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
     promised = rate > 0 and rate < most < MAX_PROMISED_GAIN * rate
@@ -118,8 +118,8 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
         bound=bound,
         frac=frac,
         most_tok_s=most if promised else 0.0,
-        finding=_finding(bound, account),
-        gain=_gain(bound, (rate, most), next_one) if promised else "",
+        finding=_finding_in_words(bound, account),
+        gain=_gain_in_words(bound, (rate, most), next_one) if promised else "",
         advice=advise(bound, account, settings),
         besides=_other_losses(bound, account),
     )
@@ -175,7 +175,7 @@ def bound_of(a: Account, settings: VerdictSettings = UNKNOWN) -> Bound:
     beside = cause is not Cause.ENGINE
     if beside and busy[Bound.LEARNER] >= MAIN_SHARE and _summed_waits(a, Cause.LEARNER) > _summed_waits(a, cause):
         return Bound.NOTHING  # the engine waits for the learner for longer than both wait for that part
-    mostly = waits[cause] >= MAIN_SHARE * a.learner_idle or _is_waited_for_most(a, cause)
+    mostly = waits[cause] >= MAIN_SHARE * a.learner_idle or _is_longest_wait(a, cause)
     if waits[cause] < SMALL_SHARE or not mostly:
         return Bound.NOTHING
     named = _precise_bound(a, _BOUND_OF_CAUSE[cause])
@@ -189,7 +189,7 @@ def _summed_waits(a: Account, cause: Cause) -> float:
     return a.learner_waits(cause) + a.engine_waits(cause)
 
 
-def _is_waited_for_most(a: Account, cause: Cause) -> bool:
+def _is_longest_wait(a: Account, cause: Cause) -> bool:
     """Return whether learner and engine together wait longer for ``cause`` than for any other part.
 
     The result is false where ``cause`` is the learner or the engine itself, and where the learner spends more time
@@ -226,7 +226,7 @@ def _precise_bound(a: Account, bound: Bound) -> Bound:
     return bound
 
 
-def _share(bound: Bound, a: Account) -> float:
+def _cost_of_bound(bound: Bound, a: Account) -> float:
     """Return the share of the learner's time that the bound costs, from 0 to 1; for a bound by the learner itself, the
     share in which it works, and 0 where no part is the bottleneck."""
     match bound:
@@ -278,7 +278,7 @@ def _largest_rate(bound: Bound, frac: float, a: Account) -> tuple[float, NextBou
     return (rate / busy[next_one] if busy[next_one] > 0 else 0.0), next_one
 
 
-def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
+def _gain_in_words(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
     """Return the possible gain as a sentence of the verdict. ``rates`` are the present rate and the largest possible
     rate without the bound, in trained tokens per second; ``next_one`` is the part that would be the bottleneck then."""
     rate, most = (f"{number(each)}" for each in rates)
@@ -291,14 +291,14 @@ def _gain(bound: Bound, rates: tuple[float, float], next_one: NextBound) -> str:
     return f"{faster}: at most {most} tokens/s instead of {rate}."
 
 
-def _finding(bound: Bound, a: Account) -> str:
+def _finding_in_words(bound: Bound, a: Account) -> str:
     """Return sentences that say how learner, engine and controller spend their time, followed by a fact that explains
     the bound, where there is one.
 
     The first sentences have the same form for every bound, so that two runs can be compared.
     """
-    sentences = [f"The learner {_spends(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
-    engine = _spends(a.engine_busy_s, a.engine_waits_s, a.seconds)
+    sentences = [f"The learner {_time_in_words(a.learner_busy_s, a.learner_waits_s, a.seconds)}."]
+    engine = _time_in_words(a.engine_busy_s, a.engine_waits_s, a.seconds)
     brief = f"works {percent(1 - a.engine_idle)}"
     cause = next((each for each, named in _BOUND_OF_CAUSE.items() if named is bound and each is not Cause.ENGINE), None)
     together = cause is not None and SMALL_SHARE <= a.learner_waits(cause) < MAIN_SHARE * a.learner_idle
@@ -306,9 +306,9 @@ def _finding(bound: Bound, a: Account) -> str:
     sentences.append(f"The engine {engine if idle_matters else brief}.")
     if a.controller_busy_s:
         sentences.append(f"The controller works {percent(a.of_time(a.controller_busy_s))}.")
-    if cause is not None and together and _is_waited_for_most(a, cause):
-        learner = _waits(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
-        waits = _waits(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
+    if cause is not None and together and _is_longest_wait(a, cause):
+        learner = _wait_percents(a.learner_busy_s, a.learner_waits_s, a.seconds).get(cause, 0)
+        waits = _wait_percents(a.engine_busy_s, a.engine_waits_s, a.seconds).get(cause, 0)
         sentences.append(
             f"Both together wait longest {_WAIT_WORDS[cause]}: {learner}% of the learner's time, {waits}% of the "
             "engine's."
@@ -333,30 +333,32 @@ def _finding(bound: Bound, a: Account) -> str:
     return " ".join(sentences)
 
 
-def _spends(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
+def _time_in_words(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> str:
     """Return in words how one part spends its time: the percentages of its work and of its waits, which add up to 100.
     ``busy_s`` is its work and ``waits_s`` its waits by cause, in seconds, out of an interval of ``seconds``.
 
-    >>> _spends(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
+    >>> _time_in_words(5.04, {"scoring": 2.48, "nobody": 2.48}, 10.0)
     'works 50% of the time and waits 50%: 25% for rewards, 25% while no part works'
     """
-    waits = _waits(busy_s, waits_s, seconds)
-    idle = sum(waits.values()) if waits_s else _idle(busy_s, seconds)
+    waits = _wait_percents(busy_s, waits_s, seconds)
+    idle = sum(waits.values()) if waits_s else _idle_percent(busy_s, seconds)
     if not idle:
         return "works 100% of the time"
     phrases = [f"{share}% {_WAIT_WORDS[Cause(cause)]}" for cause, share in waits.items() if share]
     return f"works {100 - idle}% of the time and waits {idle}%" + (f": {', '.join(phrases)}" if phrases else "")
 
 
-def _waits(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
+def _wait_percents(busy_s: float, waits_s: Mapping[str, float], seconds: float) -> dict[str, int]:
     """Return the waits of a part by cause, in whole percent of its time, the longest first. ``waits_s`` has their
     seconds, ``busy_s`` the seconds of its work, out of ``seconds``. Work and waits add up to 100 percent."""
     causes = sorted(waits_s, key=lambda cause: -waits_s[cause])
-    shares = percents([waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle(busy_s, seconds))
+    shares = percents(
+        [waits_s[cause] / seconds if seconds > 0 else 0.0 for cause in causes], _idle_percent(busy_s, seconds)
+    )
     return dict(zip(causes, shares, strict=True))
 
 
-def _idle(busy_s: float, seconds: float) -> int:
+def _idle_percent(busy_s: float, seconds: float) -> int:
     """Return the share of time in which a part did not work, in whole percent, where it worked for ``busy_s`` of
     ``seconds``; 100 for an empty interval."""
     return percents([max(0.0, 1 - busy_s / seconds)], None)[0] if seconds > 0 else 100
@@ -377,38 +379,40 @@ def _other_losses(bound: Bound, a: Account) -> str:
         share = wasted / max(a.generated_tokens, wasted)
         sentences.append(f"{percent(share)} of the sampled tokens are never trained ({reasons})")
     besides = f"Besides: {'; '.join(sentences)}." if sentences else ""
-    return " ".join(filter(None, [besides, _ages(a)]))
+    return " ".join(filter(None, [besides, _ages_in_words(a)]))
 
 
-def _ages(a: Account) -> str:
+def _ages_in_words(a: Account) -> str:
     """Return in words the mean age of the trained tokens, in versions, and how long a synchronous run would have taken.
     Return an empty string where the ages are not known, or where every token had the age 0."""
     if not a.aged_tokens or not a.trained_ages:
         return ""
-    return f"Tokens are trained at a mean age of {a.trained_ages / a.aged_tokens:.1f}. {_turns(a)}".rstrip()
+    mean_age = a.trained_ages / a.aged_tokens
+    return f"Tokens are trained at a mean age of {mean_age:.1f}. {_synchronous_time_in_words(a)}".rstrip()
 
 
-def _turns(a: Account) -> str:
+def _synchronous_time_in_words(a: Account) -> str:
     """Return in words how long the run would have taken if generation and training took turns. Return an empty string
     where this cannot be estimated: where the parts delayed each other, or the run was too short to measure this.
 
-    >>> _turns(Account(seconds=22.0, observed_s=20.0, turned_s=20.0, turns_s=30.0, turns_least_s=30.0))
+    >>> measured = {"observed_s": 20.0, "turned_s": 20.0, "turns_least_s": 30.0}
+    >>> _synchronous_time_in_words(Account(seconds=22.0, turns_s=30.0, **measured))
     'A synchronous run (flow.max_age = 0) would have taken about 33 s instead of 22 s.'
-    >>> _turns(Account(seconds=20.0, observed_s=20.0, turned_s=20.0, turns_s=60.0, turns_least_s=30.0))
+    >>> _synchronous_time_in_words(Account(seconds=20.0, turns_s=60.0, **measured))
     'A synchronous run (flow.max_age = 0) would have taken 30 s to 1 min 00 s instead of 20 s.'
     """
-    if a.turned_s <= 0 or a.turns_s <= 0 or a.observed_s <= 0 or _crowded(a):
+    if a.turned_s <= 0 or a.turns_s <= 0 or a.observed_s <= 0 or _is_crowded(a):
         return ""
     least_s, most_s = (part_s / a.turned_s * a.seconds for part_s in (a.turns_least_s, a.turns_s))
     times = f"about {duration(most_s)}" if most_s < CLOSE * least_s else f"{duration(least_s)} to {duration(most_s)}"
     return f"A synchronous run (flow.max_age = 0) would have taken {times} instead of {duration(a.seconds)}."
 
 
-def _crowded(a: Account) -> bool:
+def _is_crowded(a: Account) -> bool:
     """Return whether the parts of the run delay each other much, by waiting for a processor or for the controller. A
     synchronous run would not have these waits, so its time cannot be estimated from the times of this run.
 
-    >>> _crowded(Account(seconds=10.0, controller_busy_s=2.0)), _crowded(Account(seconds=10.0, controller_busy_s=6.0))
-    (False, True)
+    >>> [_is_crowded(Account(seconds=10.0, controller_busy_s=busy_s)) for busy_s in (2.0, 6.0)]
+    [False, True]
     """
     return sum(processor_waits(a).values()) >= CROWDED_SHARE or a.of_time(a.controller_busy_s) >= MOST_CONTROLLER

@@ -86,7 +86,7 @@ def _adapter_agent(is_bad: Callable[[RunSections, str], bool]) -> Callable[[RunS
     return broken
 
 
-def _short_filter(c: RunSections) -> Broken:
+def _ineffective_filter(c: RunSections) -> Broken:
     """Return the index and the ``max_tokens`` of the first length filter whose ``max_tokens`` has no effect, because no
     answer can be longer; false if there is no such filter. Only single-turn environments are checked."""
     for index, each in enumerate(c.flow.filters):
@@ -139,7 +139,7 @@ _EPISODES: Rules = (
     ),
     SettingsRule(
         keys=("flow.filters", "engine.max_new_tokens", "env.kind"),
-        broken=_short_filter,
+        broken=_ineffective_filter,
         reason="flow.filters[{index}] 'length': max_tokens={longest}, and no answer has more than "
         "engine.max_new_tokens={engine.max_new_tokens}",
         remedy="set max_tokens < {engine.max_new_tokens}, or leave it out: what was cut off is meant",
@@ -199,14 +199,14 @@ def _has_foreign_reference(learner: LearnerConfig) -> bool:
     return isinstance(reference, OtherModel) or (isinstance(reference, Frozen) and reference.path is not None)
 
 
-def _uncomputed(c: RunSections) -> Broken:
+def _missing_columns(c: RunSections) -> Broken:
     """Return the names of the columns (values for each token, such as a policy's logprobs) that the loss reads and the
     learner does not compute; false if the learner computes all of them."""
     missing = sorted(c.algo.columns - COLUMNS - {"log_ref", "top_k"})
     return {"missing": ", ".join(missing)} if missing else False
 
 
-def _distils(algo: AlgoConfig) -> bool:
+def _is_distillation(algo: AlgoConfig) -> bool:
     """Return whether the loss learns from a teacher's distribution over its top-k tokens."""
     return "top_k" in algo.columns
 
@@ -222,7 +222,7 @@ def _too_few_versions(c: RunSections) -> Broken:
 def _no_teacher(c: RunSections) -> Broken:
     """Return the name of the loss or the advantage that learns from a teacher, if the settings have no teacher; else
     false."""
-    distils, algo = _distils(c.algo), c.algo
+    distils, algo = _is_distillation(c.algo), c.algo
     if c.learner.teachers or not (distils or algo.advantage.by_teacher):
         return False
     return {"what": f"algo.loss={algo.loss.kind!r}" if distils else f"algo.advantage={algo.advantage.kind!r}"}
@@ -258,7 +258,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("algo.loss", "algo.correction", "learner"),
-        broken=_uncomputed,
+        broken=_missing_columns,
         reason="algo.loss={algo.loss.kind!r} with its corrections reads {missing}, which the learner does not compute",
         remedy="choose another algo.loss or algo.correction",
     ),
@@ -271,7 +271,7 @@ _LEARNING: Rules = (
     ),
     SettingsRule(
         keys=("learner.teachers", "algo.loss", "algo.advantage"),
-        broken=lambda c: bool(c.learner.teachers) and not (_distils(c.algo) or c.algo.advantage.by_teacher),
+        broken=lambda c: bool(c.learner.teachers) and not (_is_distillation(c.algo) or c.algo.advantage.by_teacher),
         reason="learner.teachers (kind {learner.teachers[0].kind!r}) has no effect: nothing learns from a teacher",
         remedy="set algo.loss = 'distill' or algo.advantage = 'reverse_kl', or leave learner.teachers out",
     ),
@@ -320,7 +320,7 @@ def _ignored_weights(c: RunSections) -> Broken:
     return {"weights": weights}
 
 
-def _number_of_weights(c: RunSections) -> Broken:
+def _wrong_number_of_weights(c: RunSections) -> Broken:
     """Return the number of weights of the advantage ``gdpo`` and the number of ``env.rewards``, if they differ; else
     false."""
     advantage, num_rewards = c.algo.advantage, len(c.env.rewards)
@@ -414,7 +414,7 @@ _CREDIT: Rules = (
     ),
     SettingsRule(
         keys=("algo.advantage", "env.rewards"),
-        broken=_number_of_weights,
+        broken=_wrong_number_of_weights,
         reason="algo.advantage.weights has {num_weights} entries for {num_rewards} env.rewards",
         remedy="give one for each, in order",
     ),

@@ -114,7 +114,7 @@ def _threads_rule(name: str) -> SettingsRule[MachineFacts]:
     )
 
 
-def _lends_from_gpus(facts: MachineFacts) -> Broken:
+def _lends_cores_with_gpus(facts: MachineFacts) -> Broken:
     """Return the names of the run's GPUs if ``launch.lend_cores`` is set and the run uses GPUs; else false. Only parts
     that compute on processor cores can lend cores to each other."""
     gpus = sorted({*facts.devices.engines, *facts.devices.learner} - {CPU})
@@ -135,7 +135,7 @@ MACHINE: tuple[SettingsRule[MachineFacts], ...] = (
     _threads_rule("learner_threads"),
     SettingsRule(
         keys=("launch.lend_cores", "engine.device", "learner.device"),
-        broken=_lends_from_gpus,
+        broken=_lends_cores_with_gpus,
         reason="launch.lend_cores=true, and the engine or the learner computes on {gpus}",
         remedy="leave launch.lend_cores out",
     ),
@@ -196,7 +196,9 @@ def _too_long_a_context(facts: RowFacts) -> Broken:
     """Return the model's context limit, with its reason, if ``engine.max_context`` is larger than this limit; else
     false."""
     requested, limit = facts.config.engine.max_context, facts.limit
-    return requested is not None and requested > limit.length and {"possible": limit.length, "why": _why(limit)}
+    return (
+        requested is not None and requested > limit.length and {"possible": limit.length, "why": _reason_suffix(limit)}
+    )
 
 
 def _no_prompt_fits(facts: RowFacts) -> Broken:
@@ -204,11 +206,11 @@ def _no_prompt_fits(facts: RowFacts) -> Broken:
     are together longer than the context; else false."""
     if facts.shortest + facts.config.engine.max_new_tokens <= facts.context:
         return False
-    why = _why(facts.limit) if facts.context == facts.limit.length else ""
+    why = _reason_suffix(facts.limit) if facts.context == facts.limit.length else ""
     return {"shortest": facts.shortest, "context": facts.context, "why": why}
 
 
-def _why(limit: ContextLimit) -> str:
+def _reason_suffix(limit: ContextLimit) -> str:
     """Return the reason for a model's context limit as the end of a sentence, after a colon; empty without a reason."""
     return f": {limit.reason}" if limit.reason else ""
 

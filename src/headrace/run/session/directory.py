@@ -100,7 +100,7 @@ class HeldDirectory:
         """
         mine = os.fstat(self._descriptor)
         if _identity(self.path / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
-            raise self._lost()
+            raise self._loss_error()
         path = self.path / SQLITE_FILE
         found = _identity(path)
         if self._ledger is not None and found not in (self._ledger, None):
@@ -111,7 +111,7 @@ class HeldDirectory:
         if found not in (None, _MISSING_FILE):
             self._ledger = found
 
-    def _lost(self) -> RunError:
+    def _loss_error(self) -> RunError:
         """Return the error to raise for the run directory after its loss during the run. Problem and remedy depend on
         whether the directory was removed or moved."""
         now = self._present_path()
@@ -324,7 +324,7 @@ def read_status(run_dir: Path) -> Status | None:
     except OSError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _damaged(run_dir / STATUS_FILE, error) from None
+        raise _damage_error(run_dir / STATUS_FILE, error) from None
 
 
 def read_summary(run_dir: Path) -> dict[str, Any] | None:
@@ -335,11 +335,11 @@ def read_summary(run_dir: Path) -> dict[str, Any] | None:
     except OSError:
         return None
     except ValueError as error:
-        raise _damaged(run_dir / SUMMARY_FILE, error) from None
+        raise _damage_error(run_dir / SUMMARY_FILE, error) from None
     return tree
 
 
-def _damaged(path: Path, error: Exception) -> DataError:
+def _damage_error(path: Path, error: Exception) -> DataError:
     """Return the error to raise for the status or summary file ``path``, which could not be decoded."""
     return DataError(f"{path} is damaged: {error}", remedy="remove that file; the run itself does not read it")
 

@@ -105,8 +105,8 @@ def changed(config: RunConfig) -> list[Changed]:
     ``model.path``, which has no default, comes first."""
     usual = RunConfig.model_validate({"model": {"path": config.model.path}})
     return [
-        Changed("model.path", pinned(config.model.path), None, _sentence(config.model, "path")),
-        *_changed(config, usual, ""),
+        Changed("model.path", pinned(config.model.path), None, _describing_sentence(config.model, "path")),
+        *_find_changed(config, usual, ""),
     ]
 
 
@@ -115,8 +115,8 @@ def changed_in_words(config: RunConfig, width: int) -> str:
     wrapped to about ``width`` columns of the terminal."""
     lines = ["Differs from the default, by what is set here:"]
     for name, value, default, words in changed(config):
-        usual = "" if name == "model.path" else f"  (default {_value(default)})"
-        lines.append(f"  {name} = {_value(value)}{usual}")
+        usual = "" if name == "model.path" else f"  (default {_toml_value(default)})"
+        lines.append(f"  {name} = {_toml_value(value)}{usual}")
         lines += textwrap.wrap(words, max(40, min(width, 120)), initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(lines)
 
@@ -125,11 +125,11 @@ def every_setting(config: RunConfig) -> str:
     """Return all settings of the run, defaults included, as text in the form of a run file."""
     lines: list[str] = []
     for section, settings in config.model_dump(mode="json").items():
-        lines += ["", f"[{section}]", *(f"{key} = {_value(value)}" for key, value in settings.items())]
+        lines += ["", f"[{section}]", *(f"{key} = {_toml_value(value)}" for key, value in settings.items())]
     return "\n".join(lines[1:])
 
 
-def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
+def _find_changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -> Iterator[Changed]:
     """Yield the settings in ``found``, a section or a table of the run's settings, that differ from ``usual``, the same
     table with default values. ``above`` is the prefix of their dotted names; empty for the whole run file."""
     for key, shown in found.model_dump(mode="json").items():
@@ -138,13 +138,13 @@ def _changed(found: pydantic.BaseModel, usual: pydantic.BaseModel, above: str) -
         if here == there:
             continue
         if isinstance(inside, pydantic.BaseModel) and type(inside) is type(beside):
-            yield from _changed(inside, beside, f"{above}{key}.")
+            yield from _find_changed(inside, beside, f"{above}{key}.")
         else:
-            value = _shown(inside, shown)
-            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _sentence(found, key))
+            value = _printed_value(inside, shown)
+            yield Changed(f"{above}{key}", value, usual.model_dump(mode="json")[key], _describing_sentence(found, key))
 
 
-def _shown(value: Any, dumped: Any) -> Any:
+def _printed_value(value: Any, dumped: Any) -> Any:
     """Return a setting's value in the form to print: ``dumped``, its JSON form, or where ``value`` is a table or a list
     of tables, only the entries of these tables that differ from their defaults."""
     if isinstance(value, pydantic.BaseModel):
@@ -162,7 +162,7 @@ def _non_default(table: pydantic.BaseModel) -> dict[str, Any]:
     return {key: shown[key] for key, value in table if key == "kind" or value != fields[key].default}
 
 
-def _sentence(section: pydantic.BaseModel, key: str) -> str:
+def _describing_sentence(section: pydantic.BaseModel, key: str) -> str:
     """Return one sentence of the description of the setting ``key`` in ``section``: the sentence about its present
     value, such as ``plain: always lines``, where there is such a sentence, else the first sentence; empty without a
     description."""
@@ -240,7 +240,7 @@ def _selection_sentences(config: RunConfig, num_rows: int) -> list[str]:
     return lines
 
 
-def _value(value: object) -> str:
+def _toml_value(value: object) -> str:
     """Return a setting's value as text in the form of a run file; ``(unset)`` for ``None``, which a run file cannot
     express."""
     return "(unset)" if value is None else json.dumps(value, ensure_ascii=False)

@@ -79,7 +79,7 @@ def export(
     """
     out = out.expanduser().absolute()
     while True:
-        checkpoint_dir = _source(where)
+        checkpoint_dir = _find_source(where)
         try:
             return _export(checkpoint_dir, out, adapter, dtype, agent)
         except CheckpointError:
@@ -92,7 +92,7 @@ def _export(
 ) -> Exported:
     """Write the weights of the checkpoint ``checkpoint_dir`` to the new directory ``out``, completely or not at all,
     and return the description of the export. :func:`export` describes the other parameters and the errors."""
-    source = _of_agent(checkpoint_dir, agent)
+    source = _adapter_directory(checkpoint_dir, agent)
     adapted = (source / ADAPTER_FILES[0]).is_file()
     _refuse_unused(source, adapted, adapter, dtype)
     unfinished = out.with_name(f".{out.name}.tmp-{os.getpid()}")
@@ -107,11 +107,11 @@ def _export(
     try:
         if adapted and adapter != "separate":
             lost_share = _merge(source, unfinished, dtype or "float32")
-        elif not adapted and (whole := _whole(source)):
-            _write_whole(source, whole, unfinished)
+        elif not adapted and (whole := _multimodal_checkpoint(source)):
+            _write_multimodal(source, whole, unfinished)
         else:
             files = [path for one in (ADAPTER_FILES if adapted else MODEL_FILES) for path in source.glob(one)]
-            _copy([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
+            _copy_files([*files, *(path for one in TOKENIZER_FILES for path in checkpoint_dir.glob(one))], unfinished)
         unfinished.replace(out)
         flush_one(out.parent)
     except (OSError, SafetensorError) as error:
@@ -130,7 +130,7 @@ def _export(
     )
 
 
-def _of_agent(source: Path, agent: str) -> Path:
+def _adapter_directory(source: Path, agent: str) -> Path:
     """Return the directory below the checkpoint ``source`` with the adapter of ``agent``; ``source`` itself for the
     policy's adapter (``agent`` is ``policy``) and where agents have no adapters (``agent`` is empty). Raises
     :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent where there are several
@@ -149,7 +149,7 @@ def _of_agent(source: Path, agent: str) -> Path:
     return source / AGENTS / agent if agent in found else source
 
 
-def _source(where: Path) -> Path:
+def _find_source(where: Path) -> Path:
     """Return the directory of the weights to export: the newest complete checkpoint if ``where`` is the directory of a
     run, or ``where`` itself, after a check of its files, if it is a checkpoint or a saved policy. Raises
     :class:`~headrace.base.errors.ConfigError` where there are no weights."""
@@ -198,7 +198,7 @@ def _merge(source: Path, out: Path, dtype: NumberFormat) -> float:
     return export_merged(Path(base), source, out, dtype).lost_share
 
 
-def _whole(source: Path) -> str:
+def _multimodal_checkpoint(source: Path) -> str:
     """Return the path or hub name, from the configuration of the model in ``source``, of the multimodal checkpoint to
     which the model belongs as its text part; empty for a model of text alone."""
     return str(json.loads((source / "config.json").read_text(encoding="utf-8")).get(WHOLE, ""))
@@ -211,7 +211,7 @@ def _format_of(source: Path) -> NumberFormat:
     return "bfloat16" if tree.get("dtype") == "bfloat16" else "float32"
 
 
-def _write_whole(source: Path, whole: str, out: Path) -> None:
+def _write_multimodal(source: Path, whole: str, out: Path) -> None:
     """Write the multimodal checkpoint ``whole`` with the text part in ``source`` into the new directory ``out``."""
     from headrace.models.load import load_model
     from headrace.models.text_part import write_whole
@@ -224,7 +224,7 @@ def _write_whole(source: Path, whole: str, out: Path) -> None:
         write_whole(base, text, out)
 
 
-def _copy(paths: Iterable[Path], out: Path) -> None:
+def _copy_files(paths: Iterable[Path], out: Path) -> None:
     """Create the directory ``out``, and copy the files at ``paths`` into it. If they do not fit on the disk, the
     directory is removed, and :class:`~headrace.base.errors.CheckpointError` is raised."""
     files = sorted(set(paths))

@@ -43,13 +43,13 @@ def teacher_orders(
     if len(served) > 1:
         _refuse_unnamed(tasks, config.learner.teacher_column, sorted(served))
     models = {name: teacher_model(teacher, config.model) for name, (teacher, _) in served.items()}
-    sizes = [_vocabulary(model.path) for model in (config.model, *models.values())]
+    sizes = [_vocabulary_size(model.path) for model in (config.model, *models.values())]
     num_entries = min(config.learner.top_k, *sizes) if served and "top_k" in config.algo.columns else 0
     orders: dict[str, TeacherOrder] = {}
     for name, (teacher, engine) in served.items():
         setting = f"learner.teachers {name!r}" if name else "learner.teachers[0]"
         own_tasks = tasks if len(served) == 1 else [t for t in tasks if t.row[config.learner.teacher_column] == name]
-        prompts = _prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
+        prompts = _teacher_prompts(config, engine, tasks, tokenizer, setting) if engine.prompt else None
         longest = max((len(prompts[task.row_index]) for task in own_tasks), default=0) if prompts else 0
         context = max(max_context, longest + config.engine.max_new_tokens if longest else 0)
         _refuse_model(config, teacher, models[name].path, setting, context)
@@ -59,7 +59,7 @@ def teacher_orders(
             config=TeacherCallConfig(
                 version=INITIAL if isinstance(teacher, FrozenTeacher) and teacher.path is None else FROZEN,
                 num_entries=num_entries,
-                below=sizes[0] if _vocabulary(models[name].path) > sizes[0] else 0,
+                below=sizes[0] if _vocabulary_size(models[name].path) > sizes[0] else 0,
                 prompts=prompts,
                 timeout_s=engine.timeout_s,
                 retries=engine.retries,
@@ -82,7 +82,7 @@ def teacher_model(teacher: ServedTeacher, policy: ModelConfig) -> ModelConfig:
     return policy.model_copy(update={"path": teacher.path, "lora": None})
 
 
-def _vocabulary(path: str) -> int:
+def _vocabulary_size(path: str) -> int:
     """Return the size of the vocabulary of the model in ``path``, from its configuration."""
     size: int = read_config(path).vocab_size
     return size
@@ -117,7 +117,7 @@ def _refuse_unnamed(tasks: Sequence[Task], column: str, names: Sequence[str]) ->
             )
 
 
-def _prompts(
+def _teacher_prompts(
     config: RunConfig, engine: OwnEngine, tasks: Sequence[Task], tokenizer: PromptTokenizer, setting: str
 ) -> list[IntColumn]:
     """Return for each row the token ids of the prompt that the teacher reads in place of the row's prompt. The setting
@@ -129,17 +129,17 @@ def _prompts(
             remedy="leave engine.prompt out, or set env.kind = 'single_turn'",
         )
     column = config.data.prompt_column
-    rows = [{**task.row, column: _filled(engine.prompt, task, setting)} for task in tasks]
+    rows = [{**task.row, column: _fill_prompt(engine.prompt, task, setting)} for task in tasks]
     written = make_tasks(rows, column, tokenizer, source=f"{setting} engine.prompt")
     return [np.asarray(task.prompt_ids_T) for task in written]
 
 
-def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
+def _fill_prompt(template: str, task: Task, setting: str) -> str | list[dict[str, Any]]:
     """Return the teacher's prompt for one row: ``template`` with its placeholders replaced. If the row's prompt is a
     list of messages, the result is a copy of this list in which the text of the last message is replaced by the filled
     template. ``setting`` names the teacher in errors."""
     if isinstance(task.prompt, str):
-        return _text(template, task.row, task.prompt, task, setting)
+        return _fill_template(template, task.row, task.prompt, task, setting)
     *before, last = task.prompt
     if not isinstance(last["content"], str):
         raise DataError(
@@ -147,10 +147,10 @@ def _filled(template: str, task: Task, setting: str) -> str | list[dict[str, Any
             f"{type(last['content']).__name__}, in whose place no text can stand",
             remedy="give the content of messages as text",
         )
-    return [*before, {**last, "content": _text(template, task.row, last["content"], task, setting)}]
+    return [*before, {**last, "content": _fill_template(template, task.row, last["content"], task, setting)}]
 
 
-def _text(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
+def _fill_template(template: str, row: Row, prompt: str, task: Task, setting: str) -> str:
     """Return ``template`` with each column name in braces replaced by the row's value, and ``{prompt}`` by ``prompt``.
     Raises :class:`~headrace.base.errors.DataError` for a column that the row lacks."""
     try:

@@ -139,13 +139,13 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
     """
-    named = _with_entry(_with_reward(config, inputs))
-    _refuse_what_workers_lack(named)
+    named = _with_absolute_entry(_with_reward(config, inputs))
+    _refuse_missing_modules(named)
     config = with_local_models(named, weights=False)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
-    devices = _devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
+    devices = _choose_devices(config, gpus, num_others=len(agents) + len(teachers), training=training)
     refuse(MACHINE, config, MachineFacts(config=config, cores=num_cores(), devices=devices))
     refuse_settled(config, [*agents, *teachers], devices)
     verify_model(Path(config.model.path))
@@ -155,7 +155,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         refuse_settings(config.model.path, read_config(config.model.path))
     if training:
         _check_own_loss(config)
-        _refuse_absent(config)
+        _refuse_missing_models(config)
         _refuse_ranks(config)
     rows, eval_rows = _needed_rows(config, inputs, training=training)
     tokenizer = load_tokenizer(config.model.path)
@@ -179,7 +179,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
         config=config,
         tasks=tasks,
         eval_tasks=eval_tasks,
-        sampling=_sampling(config, tokenizer, endings),
+        sampling=_sampling_parameters(config, tokenizer, endings),
         max_context=facts.context,
         decode=lambda ids: tokenizer.decode(list(ids), skip_special_tokens=True),
         chat=Chat.of(tokenizer, endings, config.env.tool_parser),
@@ -213,9 +213,9 @@ def _needed_rows(config: RunConfig, inputs: Inputs, *, training: bool) -> tuple[
     Raises :class:`~headrace.base.errors.ConfigError` where needed rows are missing.
     """
     count, eval_count = config.data.count or 0, config.data.eval_count or 0
-    rows = _rows(config.data.path, inputs.data, "data.path", range(count)) if training else []
+    rows = _rows_or_numbers(config.data.path, inputs.data, "data.path", range(count)) if training else []
     held_out = range(count, count + eval_count)
-    eval_rows = _rows(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
+    eval_rows = _rows_or_numbers(config.data.eval_path, inputs.eval_data, "data.eval_path", held_out)
     if training and not rows:
         raise ConfigError("data.path is not set: there is nothing to train on", remedy="set data.path, or give data=")
     if not training and not eval_rows:
@@ -237,7 +237,7 @@ def refuse_inside_a_run() -> None:
         )
 
 
-def _devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
+def _choose_devices(config: RunConfig, gpus: int, *, num_others: int, training: bool) -> Devices:
     """Return the devices of the engines and of the learner's ranks, as the settings and the machine determine them.
     ``gpus`` is the number of GPUs of this machine, and ``num_others`` the number of engines of agents and teachers;
     without ``training`` there is no learner."""
@@ -270,7 +270,7 @@ def _check_own_loss(config: RunConfig) -> None:
         )
 
 
-def _refuse_absent(config: RunConfig) -> None:
+def _refuse_missing_models(config: RunConfig) -> None:
     """Raise an error where the directory of another model or adapter that the learner reads (reference, teacher,
     critic, initial adapter) does not exist, or where its files differ from their checksums."""
     learner, lora = config.learner, config.model.lora
@@ -322,7 +322,7 @@ def _with_reward(config: RunConfig, inputs: Inputs) -> RunConfig:
     return config.model_copy(update={"env": env.model_copy(update={"reward": f"{path.resolve()}:{name}"})})
 
 
-def _with_entry(config: RunConfig) -> RunConfig:
+def _with_absolute_entry(config: RunConfig) -> RunConfig:
     """Return the settings with an absolute path in ``env.entry``, the reference of the environment, after a check that
     its file exists. For a program or a bridge, only check that it exists. An empty ``env.entry`` is kept."""
     if config.env.kind == "program":
@@ -337,7 +337,7 @@ def _with_entry(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"env": env})
 
 
-def _refuse_what_workers_lack(config: RunConfig) -> None:
+def _refuse_missing_modules(config: RunConfig) -> None:
     """Raise :class:`~headrace.base.errors.HeadraceError` where a file of the user imports a module that this Python
     does not have, or the script of a program does not exist. Workers on other machines make these checks
     themselves."""
@@ -360,7 +360,7 @@ def _refuse_what_workers_lack(config: RunConfig) -> None:
         refuse_missing_imports(find_in_file(env.entry, "env.entry")[0], "env.entry")
 
 
-def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
+def _rows_or_numbers(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]:
     """Return the rows in ``given``, which a caller passed in Python, or the rows in the file ``path``. Without both,
     return one row ``{"number": n}`` for each of ``numbers``, for environments that generate their tasks. ``name`` is
     the setting of the path, for the error where rows are both set and passed."""
@@ -372,7 +372,7 @@ def _rows(path: str, given: Rows | None, name: str, numbers: range) -> list[Row]
     return load_rows(Path(path)) if path else [{"number": number} for number in numbers]
 
 
-def _sampling(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
+def _sampling_parameters(config: RunConfig, tokenizer: PreTrainedTokenizerBase, endings: tuple[int, ...]) -> Sampling:
     """Return the sampling parameters of training. ``endings`` are the token ids that end an answer.
 
     The parameters tell the engine what to record for each token: the kept-sets (the vocabulary entries that survived

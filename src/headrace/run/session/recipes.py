@@ -59,14 +59,14 @@ class Recipe:
     """The settings of the recipe as TOML text."""
 
 
-def _problem(made: Any) -> str | None:
+def _describe_problem(made: Any) -> str | None:
     """Return the end of a sentence that says why ``made``, an object that a package registered as a collection of
     recipes, cannot be used; ``None`` if it is a function."""
     return None if callable(made) else "cannot be called"
 
 
 COLLECTIONS = Registry[Callable[[], Mapping[str, Recipe]]](
-    group="headrace.recipes", setting="the collection of recipes", check=_problem
+    group="headrace.recipes", setting="the collection of recipes", check=_describe_problem
 )
 """The registry of the functions that return recipes by their names."""
 
@@ -75,7 +75,7 @@ def read_recipes(package: str) -> dict[str, Recipe]:
     """Return the recipes in the folder of the Python package ``package``, by name. Each file ``NAME.toml`` is a
     recipe."""
     found = [
-        _read(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
+        _parse_recipe(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
         for entry in files(package).iterdir()
         if entry.name.endswith(".toml")
     ]
@@ -116,7 +116,7 @@ def left_open(tree: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _read(name: str, text: str) -> Recipe:
+def _parse_recipe(name: str, text: str) -> Recipe:
     """Return the recipe ``name`` from ``text``, the content of its file: a table ``[recipe]`` of descriptions, an empty
     line, and the settings in the form of a run file."""
     head, _, toml = text.partition("\n\n")

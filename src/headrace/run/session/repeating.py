@@ -97,7 +97,7 @@ class ReplayRecording:
         try:
             ledger = open_ledger(run_dir)
         except LedgerError as error:
-            raise _refused(run_dir, f"it has no ledger ({error.problem})") from None
+            raise _refusal(run_dir, f"it has no ledger ({error.problem})") from None
         try:
             return cls._read(run_dir, config, ledger)
         except BaseException:
@@ -111,38 +111,38 @@ class ReplayRecording:
         depended on a clock or a crash, which cannot be repeated."""
         num_lives = sum(kind == "start" for kind, _, _ in ledger.notes())
         if num_lives > 1:
-            raise _refused(
+            raise _refusal(
                 run_dir,
                 f"it has {num_lives} lives, and the last messages to the engine in a life are not recorded",
             )
         recoveries = [detail for kind, detail, _ in ledger.notes() if kind == RECOVERY]
         if recoveries:
-            raise _refused(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
+            raise _refusal(run_dir, f"a part of it was started again while it ran ({recoveries[0]})")
         _refuse_other_processes(run_dir, config)
         if config.flow.pivots is not None:
-            raise _refused(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
+            raise _refusal(run_dir, "flow.pivots is set, and the moments when branches were requested are not recorded")
         if not config.engine.can.seeds:
-            raise _refused(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
+            raise _refusal(run_dir, f"engine.kind={config.engine.kind!r}, whose draws do not follow from a seed")
         if config.engine.count > 1:
-            raise _refused(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
+            raise _refusal(run_dir, f"engine.count={config.engine.count}, and which engine served what is not recorded")
         conservation = ledger.conservation()
         by_clock = UNREPEATABLE_CAUSES & (conservation.groups.dropped.keys() | conservation.episodes.dropped.keys())
         if by_clock:
-            raise _refused(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
+            raise _refusal(run_dir, f"episodes of it were ended by a clock or a crash: {', '.join(sorted(by_clock))}")
         path = run_dir / interleaving_file("engine")
         if not path.exists() or not (run_dir / FACTS_FILE).exists():
-            raise _refused(
+            raise _refusal(
                 run_dir, f"{path.name} or {FACTS_FILE} is missing: the messages to its engine are not recorded"
             )
         steps = ledger.steps()
         if not steps or sorted(steps) != list(range(len(steps))):
-            raise _refused(
+            raise _refusal(
                 run_dir, f"its ledger holds {len(steps)} steps, whose numbers do not run from 0 without a gap"
             )
         handled, checksums = tuple(read_interleaving(path)), ledger.checksums()
         missing = checksums.keys() - {each.version for each in handled}
         if missing:
-            raise _refused(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
+            raise _refusal(run_dir, f"{path.name} lacks the commit of version {min(missing)}: it was cut off")
         return cls(
             run_dir=run_dir,
             config=config,
@@ -157,7 +157,7 @@ class ReplayRecording:
     def refuse_other(self, prepared: Prepared) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` where the settings or rows of ``prepared``, the replay,
         differ from the recorded run. Settings in :data:`CHANGEABLE` may differ."""
-        mine, theirs = _flat(prepared.config), _flat(self.config)
+        mine, theirs = _flatten(prepared.config), _flatten(self.config)
         for key in sorted(mine.keys() | theirs.keys()):
             changeable = any(key == one or key.startswith(f"{one}.") for one in CHANGEABLE)
             if not changeable and mine.get(key) != theirs.get(key):
@@ -168,7 +168,7 @@ class ReplayRecording:
                 )
         before = starting_point(self.run_dir).fingerprint
         if before not in ("", replace(prepared, config=self.config).fingerprint()):
-            raise _refused(self.run_dir, "its rows have changed, or the program that made it knew other settings")
+            raise _refusal(self.run_dir, "its rows have changed, or the program that made it knew other settings")
 
     def order(self, order: LaunchOrder, stall_timeout_s: float) -> LaunchOrder:
         """Return a copy of ``order``, the launch order of the replay, with the recorded numbers of threads and cache
@@ -204,7 +204,7 @@ class ReplayRecording:
         the recorded row of each group, and a flow policy that trains the recorded groups in each step."""
         policy = settings.flow.policy
         recorded = RecordedPolicy(
-            starts=self._starts(),
+            starts=self._start_versions(),
             steps=self.steps,
             dropped_stale=policy.drops_stale,
             masked_stale=policy.masks_stale,
@@ -217,7 +217,7 @@ class ReplayRecording:
             curriculum=None,
         )
 
-    def _starts(self) -> tuple[int, ...]:
+    def _start_versions(self) -> tuple[int, ...]:
         """Return for each group, by number, the policy version before which the replay does not start the group. This
         is the version that the engine had committed when the first request of the group, or of a later group, arrived;
         without such a request, a version that the run never reaches."""
@@ -247,7 +247,7 @@ class ReplayRecording:
         for role, known in self.facts.items():
             for name, value in facts[role].items():
                 if name != "weights_address" and known.get(name) != value:
-                    raise _refused(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
+                    raise _refusal(self.run_dir, f"its {role} had {name}={known.get(name)!r}, and has {value!r} here")
 
 
 @contextmanager
@@ -291,17 +291,19 @@ class ReplayComparison:
         self._recording = recording
         self._expected: dict[int, dict[int, EpisodeGraph]] = {}
         """The recorded episodes that are not compared yet, by group and by place in it, for groups with ended ones."""
-        self._left = dict(recording.checksums)
+        self._unconfirmed = dict(recording.checksums)
         """The recorded hashes of the versions that the replay has not committed yet."""
 
     def write(self, operation: Operation) -> None:
         """Compare ``operation`` with the recorded run, if it ends an episode or commits a version, and then pass it
         on to the writer."""
         match operation:
-            case EndEpisode(episode=episode) if self._left:  # after the last version, episodes have no recorded order
-                self._compare(episode)
+            case EndEpisode(episode=episode) if (
+                self._unconfirmed
+            ):  # after the last version, episodes have no recorded order
+                self._compare_episode(episode)
             case CommitVersion():
-                self._check(operation)
+                self._compare_version(operation)
         self._writer.write(operation)
 
     async def flush(self, *, durable: bool = False) -> None:
@@ -319,36 +321,37 @@ class ReplayComparison:
 
         Raises :class:`~headrace.base.errors.ReplayDiffers` where the replay ended before the last recorded version.
         """
-        if self._left:
+        if self._unconfirmed:
             raise ReplayDiffers(
-                f"{self._agreed()}; the replay ended before version {min(self._left)}: {summary.cause or 'stopped'}",
+                f"{self._agreement_in_words()}; the replay ended before version {min(self._unconfirmed)}: "
+                f"{summary.cause or 'stopped'}",
                 remedy="let it run to its end",
             )
         return msgspec.structs.replace(summary, versions_agree=len(self._recording.checksums))
 
-    def _check(self, commit: CommitVersion) -> None:
+    def _compare_version(self, commit: CommitVersion) -> None:
         """Compare the hash of the weights of a committed version with the recorded hash; raise
         :class:`~headrace.base.errors.ReplayDiffers` if they differ. A version that the recorded run did not commit is
         not compared."""
-        expected = self._left.get(commit.version)
+        expected = self._unconfirmed.get(commit.version)
         if expected is None:
             return
         if expected != commit.checksum:
             why = "what trained it is the same to the bit" if commit.version else "nothing was trained yet"
             raise ReplayDiffers(
-                f"{self._agreed()}; version {commit.version} has other weights than in {self._recording.run_dir}: "
-                f"their hash is {commit.checksum}, and was {expected}; {why}",
+                f"{self._agreement_in_words()}; version {commit.version} has other weights than in "
+                f"{self._recording.run_dir}: their hash is {commit.checksum}, and was {expected}; {why}",
                 remedy="use the same software and model directory; headrace ledger RUN --replay trains the recorded "
                 "batches alone",
             )
-        del self._left[commit.version]
+        del self._unconfirmed[commit.version]
 
-    def _agreed(self) -> str:
+    def _agreement_in_words(self) -> str:
         """Return in words, for error messages, how many of the recorded versions of the weights have agreed so far."""
         total = len(self._recording.checksums)
-        return f"{total - len(self._left)} of {total} versions agree"
+        return f"{total - len(self._unconfirmed)} of {total} versions agree"
 
-    def _compare(self, now: EpisodeGraph) -> None:
+    def _compare_episode(self, now: EpisodeGraph) -> None:
         """Compare the ended episode ``now`` with the recorded episode of the same key, and raise
         :class:`~headrace.base.errors.ReplayDiffers` if they differ. An episode that did not end in the recorded run, or
         that was withdrawn, is not compared."""
@@ -407,7 +410,7 @@ def _turns_differ(now: Turn, then: Turn) -> str:
     return "" if length == other else f"it has {length} tokens, and {other}"
 
 
-def _flat(config: RunConfig) -> dict[str, Any]:
+def _flatten(config: RunConfig) -> dict[str, Any]:
     """Return every setting of ``config``, in its recorded form, by its dotted name such as ``flow.max_age``."""
     found: dict[str, Any] = {}
 
@@ -428,18 +431,18 @@ def _refuse_other_processes(run_dir: Path, config: RunConfig) -> None:
     engines of frozen agents and of teachers, and rollout shards."""
     frozen = [agent.name for agent in config.env.agents if not isinstance(agent, TrainedAgent)]
     if frozen:
-        raise _refused(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
+        raise _refusal(run_dir, f"agent {frozen[0]!r} has an engine of its own, which is not recorded")
     if config.learner.served_teachers:
-        raise _refused(run_dir, "a teacher has an engine of its own, which is not recorded")
+        raise _refusal(run_dir, "a teacher has an engine of its own, which is not recorded")
     if config.launch.rollouts:
-        raise _refused(
+        raise _refusal(
             run_dir,
             f"launch.rollouts={config.launch.rollouts}, and the order in which its engine got the messages of several "
             "processes is not recorded",
         )
 
 
-def _refused(run_dir: Path, why: str) -> ConfigError:
+def _refusal(run_dir: Path, why: str) -> ConfigError:
     """Return the error to raise where the run in ``run_dir`` cannot be repeated. ``why`` is the reason, as the end of a
     sentence."""
     return ConfigError(

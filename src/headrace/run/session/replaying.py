@@ -63,7 +63,7 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     the learner of the run in ``run_dir`` has several ranks, and :class:`~headrace.base.errors.LedgerError` where steps
     are missing.
     """
-    config = with_local_models(_settings(run_dir))
+    config = with_local_models(_load_settings(run_dir))
     steps, recorded = ledger.steps(), ledger.checksums()
     if sorted(steps) != list(range(len(steps))):
         raise LedgerError("its steps have gaps", remedy="restore the ledger from a copy")
@@ -85,7 +85,9 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     ):
         for version in range(len(steps) + 1):
             if version:
-                learner.train(_read(_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS))
+                learner.train(
+                    _load_columns(_assemble_batch(config, ledger, version - 1, steps[version - 1]), run_dir / COLUMNS)
+                )
             publisher.copy(version % 2)
             checksum = version_checksum(publisher.announce(version, version % 2))
             if version in recorded:
@@ -95,7 +97,7 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
     return Replay(steps=len(steps), agree=agree, differ=differ)
 
 
-def _read(batch: Batch, directory: Path) -> Batch:
+def _load_columns(batch: Batch, directory: Path) -> Batch:
     """Return a copy of ``batch`` that contains the kept-sets and experts from the store in ``directory``, to which it
     has references. Raises :class:`~headrace.base.errors.StoreError` if they cannot be read."""
     found, lost = read_batch(batch, StoreReader(directory))
@@ -113,7 +115,7 @@ def _route(config: RunConfig, scratch: Path) -> Route:
     return Route(codec=config.sync.codec, address=str(scratch / "weights"))
 
 
-def _settings(run_dir: Path) -> RunConfig:
+def _load_settings(run_dir: Path) -> RunConfig:
     """Return the settings of the run in ``run_dir``. Raises :class:`~headrace.base.errors.ConfigError` where its
     learner has several ranks."""
     config = load_config(read_settings(run_dir))
@@ -125,7 +127,7 @@ def _settings(run_dir: Path) -> RunConfig:
     return config
 
 
-def _batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
+def _assemble_batch(config: RunConfig, ledger: Ledger, step: int, numbers: tuple[int, ...]) -> Batch:
     """Return the batch that the run trained in ``step``, assembled again from the groups ``numbers`` in the ledger. The
     credit is computed again; tokens that were too old, or had no scores of a teacher, carry no loss, as in the run."""
     groups = [ScoredGroup(number=number, episodes=tuple(ledger.episodes(number))) for number in numbers]

@@ -53,9 +53,9 @@ class Interrupts:
         before the coroutine runs, or after its end."""
         if self._loop is not None:
             with suppress(RuntimeError):  # the loop is closed: the coroutine has ended
-                self._loop.call_soon_threadsafe(self._interrupted)
+                self._loop.call_soon_threadsafe(self._interrupt)
 
-    def _interrupted(self) -> None:
+    def _interrupt(self) -> None:
         """Handle an interrupt in the thread of the event loop: call the handler if there is one, otherwise cancel the
         coroutine's task."""
         if self.handler is not None:

@@ -124,9 +124,9 @@ def train(
             summary = _run_with_restarts(first)
         except BaseException:
             with suppress(HeadraceError):  # the first error is the one that the user must see
-                _report(first)
+                _write_run_report(first)
             raise
-        _report(first)
+        _write_run_report(first)
         return summary
 
 
@@ -145,7 +145,7 @@ def _run_with_restarts(first: RunLife) -> Summary:
     raise AssertionError("the last life returns or raises")
 
 
-def _report(life: RunLife) -> None:
+def _write_run_report(life: RunLife) -> None:
     """Write the report of the run, its dashboard as one HTML file, after its last life, if ``observe.report`` is true
     and the run has a summary."""
     if life.prepared.config.observe.report and (life.run_dir / SUMMARY_FILE).exists():
@@ -182,7 +182,7 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
     config = prepared.config
     checkpoint.sweep(run_dir / CHECKPOINTS)
     start = starting_point(run_dir)
-    if start.step > config.run.steps or (start.step == config.run.steps and _ended_regularly(run_dir)):
+    if start.step > config.run.steps or (start.step == config.run.steps and _has_finished(run_dir)):
         raise ConfigError(
             f"run.steps={config.run.steps}, and the run has {start.step} steps behind it",
             remedy=f"set run.steps > {start.step} to continue",
@@ -218,12 +218,12 @@ async def _train(life: RunLife, interrupts: Interrupts) -> Summary:
                 comparisons.append(writer)
             observers = watchers.observers
             watchers.controller = Controller(world.parts, settings, ledger=ledger, writer=writer, observers=observers)
-            for warning in _warnings(prepared, facts):
+            for warning in _startup_warnings(prepared, facts):
                 watchers.controller.state.warn(warning)
             return watchers.controller
 
         context = RunContext(held=life.held, watchers=watchers, interrupts=interrupts)
-        summary = await _run(_order(life, start, watchers), control, start, context)
+        summary = await _run(_launch_order(life, start, watchers), control, start, context)
         return comparisons[0].finish(summary) if comparisons else summary
 
 
@@ -242,7 +242,7 @@ def _control_settings(prepared: Prepared) -> ControlSettings:
     )
 
 
-def _warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+def _startup_warnings(prepared: Prepared, facts: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
     """Return the warnings that are known when the parts have started: about a slower code path of a part, which the
     part reports in its ``facts`` (by role), a loss whose clip never acts, and programs that are not isolated."""
     fallbacks = (str(each["fallback"]) for each in facts.values() if "fallback" in each)
@@ -258,7 +258,7 @@ def _verdict_settings(prepared: Prepared) -> VerdictSettings:
     return settings_of(tree, processors=num_cores(), on_cpu=on_cpu)
 
 
-def _order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
+def _launch_order(life: RunLife, start: StartingPoint, watchers: RunWatchers) -> LaunchOrder:
     """Return the order for the launcher: the processes to start, with their settings. ``start`` is the step and the
     snapshot from which the run begins. Before, warn of a learner that was lost and of a snapshot without checksums."""
     order = make_order(life.prepared, run_dir=life.run_dir, snapshot=start.snapshot, observers=watchers.observers)
@@ -281,7 +281,7 @@ def _report_lost_learner(life: RunLife, order: LaunchOrder, start: StartingPoint
         order.on_event(Event(wall_s=0.0, text=words, level="warning"))
 
 
-def _ended_regularly(run_dir: Path) -> bool:
+def _has_finished(run_dir: Path) -> bool:
     """Return whether the last life of the run in ``run_dir`` ended regularly, by its summary; false for a life that
     failed, was stopped or was killed."""
     summary = read_summary(run_dir)
@@ -329,10 +329,10 @@ async def _run(
             world.send_recoveries_to(controller.record_recovery)
             renewal = group.create_task(_renew_status(controller, world, context))
             with _stop_on_signals(controller, context.interrupts), gc_frozen(GARBAGE_THRESHOLD):
-                summary = _finish(controller, await controller.run(start), context)
+                summary = _write_summary(controller, await controller.run(start), context)
             renewal.cancel()
     except BaseException as error:
-        cause = _lost_directory(context.held) or first_cause(error)
+        cause = _find_lost_directory(context.held) or first_cause(error)
         if controller is not None:
             _add_loop_table(controller, cause)
             await _write_failed_summary(controller, cause, context)
@@ -342,7 +342,7 @@ async def _run(
     return summary
 
 
-def _lost_directory(held: HeldDirectory) -> RunError | None:
+def _find_lost_directory(held: HeldDirectory) -> RunError | None:
     """Return the error that the run's directory was removed, moved or replaced, which explains all other errors;
     ``None`` if the directory is in place."""
     try:
@@ -391,10 +391,10 @@ async def _write_failed_summary(controller: Controller, cause: BaseException, co
             controller.state.flow.running_turns.record_all()
             await asyncio.wait_for(controller.state.flow.flush(), FINAL_FLUSH_S)
         status = "stopped" if isinstance(cause, asyncio.CancelledError | KeyboardInterrupt) else "failed"
-        _finish(controller, controller.summary(status, cause=str(cause)), context)
+        _write_summary(controller, controller.summary(status, cause=str(cause)), context)
 
 
-def _finish(controller: Controller, summary: Summary, context: RunContext) -> Summary:
+def _write_summary(controller: Controller, summary: Summary, context: RunContext) -> Summary:
     """Add the account of the run's time and the verdict to ``summary``, write it to ``summary.json``, and return it.
     Raises :class:`~headrace.base.errors.RunError` where the run's directory is lost."""
     context.held.refuse_lost()

@@ -68,7 +68,7 @@ class RunWatchers:
             watchers.append(stack.enter_context(QueuedWriter(writer.kind, writer.open(facts), self._warn)))
         self._output = LossTolerantStream(sys.stdout)
         self._output_lost = False
-        self.view = stack.enter_context(_view(config, cast(TextIO, self._output)))
+        self.view = stack.enter_context(_choose_view(config, cast(TextIO, self._output)))
         watchers += [self.view, AlarmWatch(config.observe.alarms, run_dir, self._on_alarm)]
         self.observers = Observers(watchers)
         loop = asyncio.get_running_loop()
@@ -142,7 +142,7 @@ class RunWatchers:
             self.observers.event(Event(wall_s=0.0, text=text, level="warning"))
 
 
-def _view(config: RunConfig, output: TextIO) -> TerminalView:
+def _choose_view(config: RunConfig, output: TextIO) -> TerminalView:
     """Return the terminal view that the setting ``observe.view`` chooses, which prints to ``output``."""
     if config.observe.view == "none":
         return SilentView()

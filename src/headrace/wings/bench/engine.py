@@ -165,14 +165,14 @@ def measure(
             ours = bench.open("native", bench.main_model, stack)
             routed = bench.open("native", bench.model("1M experts"), stack)
             parts = [
-                _step_floor(bench, ours),
-                _latency(bench, ours),
-                _recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
-                _recording(bench, routed, "routing", {}, {"record_routing": True}),
-                _gaps(bench, bench.open("fed", bench.main_model, stack)),
+                _measure_step_floor(bench, ours),
+                _measure_latency(bench, ours),
+                _measure_recording(bench, ours, "kept-sets", {"top_p": 0.95}, {"record_kept": True}),
+                _measure_recording(bench, routed, "routing", {}, {"record_routing": True}),
+                _measure_gaps(bench, bench.open("fed", bench.main_model, stack)),
             ]
         on_progress("fresh process")
-        for found in [*parts, _cold(bench)]:
+        for found in [*parts, _measure_cold_start(bench)]:
             rows += found[0]
             targets += found[1]
     return report(rows, targets)
@@ -235,7 +235,7 @@ def _compare(bench: _EngineBench, match: Match) -> Measurement:
     return rows, targets
 
 
-def _step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+def _measure_step_floor(bench: _EngineBench, ours: PeerProcess) -> Measurement:
     """Compare the time of a decoding step of a full batch with the lower limit that the machine's matrix products and
     memory set, and measure the part of the step outside the model's forward pass. The time of the prompts is measured
     separately and subtracted. Return a row, and the target that the limit is at least 0.6 of the measured time.
@@ -277,7 +277,7 @@ def step_floor_s(spec: TinySpec, batch: int, context: float, machine: Mapping[st
     return products_s + 4 * 2 * spec.num_layers * kv_size * batch * context / machine["bytes_per_s"]
 
 
-def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+def _measure_latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
     """Measure the time from sending a short prompt to the answer of one token, in a process that has answered before.
     Return a row with the median, and no target."""
     request = make_request((1,))
@@ -286,7 +286,7 @@ def _latency(bench: _EngineBench, ours: PeerProcess) -> Measurement:
     return [{"what": "time to first token, warm", "median_ms": statistics.median(times_s) * 1e3}], []
 
 
-def _cold(bench: _EngineBench) -> Measurement:
+def _measure_cold_start(bench: _EngineBench) -> Measurement:
     """Measure the time from the start of a new process to its first token, for the embedded engine and, unless
     ``quick``, for its peers. Return a row for each engine, and the target of the embedded engine, at most 5 s."""
     request = make_request((1,))
@@ -301,7 +301,7 @@ def _cold(bench: _EngineBench) -> Measurement:
     return rows, [at_most("fresh process to first token", rows[0]["median_s"], 5.0, "s")]
 
 
-def _recording(
+def _measure_recording(
     bench: _EngineBench, ours: PeerProcess, what: str, base: Mapping[str, Any], more: Mapping[str, Any]
 ) -> Measurement:
     """Measure how much longer requests take when the embedded engine records ``what`` (kept-sets or routing). Requests
@@ -317,7 +317,7 @@ def _recording(
     return [row], [at_most(f"recording {what}, more time", cost, 0.10, "fraction")]
 
 
-def _gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
+def _measure_gaps(bench: _EngineBench, ours: PeerProcess) -> Measurement:
     """Measure the commit gap, the time for which the engine's step loop stands still to commit new weights, over many
     commits between the steps of a full batch. ``ours`` is the process of an engine that receives weights, the side
     ``fed``. Return a row in milliseconds, and the target of the 99th percentile."""

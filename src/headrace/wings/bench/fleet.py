@@ -109,7 +109,7 @@ def _measure_routing() -> Row:
         engines = [
             CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
         ]
-        fleet = await _fleet(engines)
+        fleet = await _create_fleet(engines)
         alone_s = await sample_all(lambda number: engines[number % ENGINES])
         latencies_s.clear()
         with_fleet_s = await sample_all(lambda _: fleet)
@@ -137,8 +137,8 @@ def _measure_slow_engine() -> Row:
         that needs ``token_s`` seconds for a token."""
         engines = [CountingEngine(name="slow", flush=FLUSH, places=PLACES, token_s=token_s)]
         engines += [CountingEngine(name=f"engine-{place}", flush=FLUSH, places=PLACES) for place in range(9)]
-        run_virtual(_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
-        return _sampled(engines[1:])
+        run_virtual(_run_under_load(engines, 10 * 100, lambda _: asyncio.sleep(LOADED_S)))
+        return _count_sampled(engines[1:])
 
     before, beside = sampled(TOKEN_S), sampled(SLOWNESS * TOKEN_S)
     return {"what": f"one of 10 engines {SLOWNESS} times slower", "others_share": beside / before}
@@ -153,9 +153,9 @@ def _measure_commit(rolling: int) -> Row:
 
     async def per_second(for_s: float) -> float:
         """Wait for ``for_s`` seconds; return the number of tokens per second that all engines sampled in this time."""
-        before = _sampled(engines)
+        before = _count_sampled(engines)
         await asyncio.sleep(for_s)
-        return (_sampled(engines) - before) / for_s
+        return (_count_sampled(engines) - before) / for_s
 
     async def commit(fleet: Fleet) -> None:
         """Commit version 1 while the fleet serves. Store the duration, and the throughput in each part of this duration
@@ -167,7 +167,7 @@ def _measure_commit(rolling: int) -> Row:
                 shares.append(await per_second(COMMIT_S / 5) / before)
         seconds.append(VirtualClock().now() - start_s)
 
-    run_virtual(_under_load(engines, 32 * COMMITTING, commit, rolling=rolling))
+    run_virtual(_run_under_load(engines, 32 * COMMITTING, commit, rolling=rolling))
     return {
         "what": f"a commit that stops each of {COMMITTING} engines for {COMMIT_S:g} s",
         "k": rolling,
@@ -196,8 +196,8 @@ def _measure_failures() -> Row:
             fleet.join(dying.name, engines[number % 3])
             await commit_weights(fleet, 0)
 
-    read = run_virtual(_under_load(engines, 96, kill))
-    again = _sampled(all_engines) - read.tokens
+    read = run_virtual(_run_under_load(engines, 96, kill))
+    again = _count_sampled(all_engines) - read.tokens
     return {
         "what": f"{KILLS} deaths among 3 engines with 96 sequences",
         "sequences": read.started,
@@ -223,7 +223,7 @@ class _ReaderTotals:
     """The number of received tokens."""
 
 
-async def _under_load(
+async def _run_under_load(
     engines: Sequence[CountingEngine],
     sequences: int,
     body: Callable[[Fleet], Awaitable[None]],
@@ -233,7 +233,7 @@ async def _under_load(
     """Create a fleet of ``engines`` and run ``body`` with it, while ``sequences`` clients read one answer after the
     other. Return the counters of the clients. ``rolling`` is the number of engines that may commit at once; ``None``:
     the fleet chooses it."""
-    fleet, read, rng = await _fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
+    fleet, read, rng = await _create_fleet(engines, rolling=rolling), _ReaderTotals(), np.random.default_rng(0)
 
     async def reader() -> None:
         """Read one answer after the other until the task is cancelled, and count requests and tokens in ``read``."""
@@ -256,7 +256,7 @@ async def _under_load(
     return read
 
 
-async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = None) -> Fleet:
+async def _create_fleet(engines: Sequence[CountingEngine], *, rolling: int | None = None) -> Fleet:
     """Return a fleet of the engines, with version 0 committed on all of them. ``rolling`` is the number of engines that
     may commit at once; ``None``: the fleet chooses it by the mode of a commit."""
     fleet = Fleet(VirtualClock(), size=len(engines), rolling=rolling)
@@ -266,6 +266,6 @@ async def _fleet(engines: Sequence[CountingEngine], *, rolling: int | None = Non
     return fleet
 
 
-def _sampled(engines: Iterable[CountingEngine]) -> int:
+def _count_sampled(engines: Iterable[CountingEngine]) -> int:
     """Return the total number of tokens that ``engines`` have sampled so far."""
     return sum(engine.sampled for engine in engines)

@@ -80,12 +80,12 @@ def measure_kills(on_progress: Callable[[str], None]) -> tuple[Row, list[Target]
         demo, run_dir = build_demo(Path(scratch) / "demo", seed=0), Path(scratch) / "run"
         on_progress(f"three engines, of which one is killed every {EVERY_S:g} s")
         with as_file(files("headrace.wings.bench") / "user_code.py") as user_code:
-            settings = _set(*SETTINGS, f"run.dir={run_dir}", f"env.reward={user_code}:graded")
+            settings = _set_arguments(*SETTINGS, f"run.dir={run_dir}", f"env.reward={user_code}:graded")
             observed = asyncio.run(_run_with_kills([str(demo.run_file), *settings], run_dir))
         return _evaluate(run_dir, observed)
 
 
-def _set(*settings: str) -> list[str]:
+def _set_arguments(*settings: str) -> list[str]:
     """Return the command-line arguments ``--set SETTING`` for each of ``settings``."""
     return [word for setting in settings for word in ("--set", setting)]
 
@@ -98,7 +98,7 @@ async def _run_with_kills(arguments: Sequence[str], run_dir: Path) -> _RunObserv
     """
     observed, words = _RunObservations(), ""
     async with training(arguments, resume=False) as program, asyncio.TaskGroup() as group:
-        reading = group.create_task(_read(program, observed))
+        reading = group.create_task(_read_output(program, observed))
         killing = group.create_task(_kill_engines(program, run_dir, observed))
         async with asyncio.timeout(START_S + CALM_S + KILLS * EVERY_S + END_S):
             await reading
@@ -123,7 +123,7 @@ async def _kill_engines(program: asyncio.subprocess.Process, run_dir: Path, obse
         program.send_signal(signal.SIGINT)
 
 
-async def _read(program: asyncio.subprocess.Process, observed: _RunObservations) -> None:
+async def _read_output(program: asyncio.subprocess.Process, observed: _RunObservations) -> None:
     """Read the output of the run until it ends, and add its first step and each return of an engine to
     ``observed``."""
     assert program.stdout is not None
@@ -156,7 +156,7 @@ def _evaluate(run_dir: Path, observed: _RunObservations) -> tuple[Row, list[Targ
     steps = read_steps(run_dir / METRICS_FILE)
     times_s = np.array([step.clock_s for step in steps])
     generated = np.array([step.generated_tokens for step in steps], np.float64)
-    recovered_s = _recovered_s(times_s, generated, observed)
+    recovered_s = _recovery_times_s(times_s, generated, observed)
     again = int((read_summary(run_dir) or {})["tokens_generated"]) - conservation.tokens.submitted
     interrupted = sum(observed.carried_over) + conservation.episodes.in_flight  # by a kill, or by the end of the run
     gaps_s = np.diff(times_s)
@@ -181,7 +181,7 @@ def _evaluate(run_dir: Path, observed: _RunObservations) -> tuple[Row, list[Targ
     ]
 
 
-def _recovered_s(times_s: FloatArray, generated: FloatArray, observed: _RunObservations) -> list[float]:
+def _recovery_times_s(times_s: FloatArray, generated: FloatArray, observed: _RunObservations) -> list[float]:
     """Return the time, in seconds, until the throughput recovered after each return of an engine. Returns that are
     followed by a kill within :data:`SOON_S` are left out.
 

@@ -124,12 +124,12 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
         with ExitStack() as stack:
             ours = bench.open("learner", model, stack)
             with ExitStack() as peers:
-                found.append(_against_padded(bench, ours, bench.open("padded", model, peers)))
-            found.append(_shared_prefixes(bench, ours))
-            found.append(_lora(bench, ours))
-            found.append(_replay(bench, ours))
-        found += [_tree(bench, model, case) for case in tree_cases(quick=quick)]
-        found.append(_head(bench, model))
+                found.append(_compare_padded(bench, ours, bench.open("padded", model, peers)))
+            found.append(_compare_shared_prefixes(bench, ours))
+            found.append(_compare_lora(bench, ours))
+            found.append(_compare_replay(bench, ours))
+        found += [_compare_trees(bench, model, case) for case in tree_cases(quick=quick)]
+        found.append(_measure_heads(bench, model))
     rows: list[Row] = [{"what": "threads of each side", "threads": threads or num_cores()}]
     targets: list[Target] = []
     for more_rows, more_targets in found:
@@ -157,7 +157,7 @@ def step_flop(spec: TinySpec, prompt: int, answers: Sequence[int]) -> int:
     return 6 * (sum(lengths) * matrices + sum(answers) * head + spec.num_layers * spec.hidden_size * pairs)
 
 
-def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
+def _compare_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess) -> Measurement:
     """Compare training steps of the learner (the process ``ours``) with training steps of a loop that pads its batches
     (``theirs``). Return rows with speed, memory and the fraction of the machine's ceiling that the learner uses, and
     two targets."""
@@ -175,7 +175,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     _assert_same_work(rounds)
     flop = step_flop(spec, sizes.prompt, sizes.answers)
     used = flop / _median_s(rounds, 0) / max(ceilings)
-    ratio = _ratio(rounds)
+    ratio = _speedup(rounds)
     padded = sum(8 * (max(sizes.answers[at : at + 8]) + sizes.prompt) for at in range(0, len(sizes.answers), 8))
     rows: list[Row] = [
         {
@@ -198,7 +198,7 @@ def _against_padded(bench: _LearnerBench, ours: PeerProcess, theirs: PeerProcess
     ]
 
 
-def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+def _compare_shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps of the learner that compute the shared prompt of a group once with steps that compute the prompt
     for each answer. Return one row, and no target."""
     sizes = bench.sizes
@@ -207,10 +207,10 @@ def _shared_prefixes(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     what = f"shared prefixes, groups of 8 with prompts of {sizes.long_prompt}"
     rounds = _alternate(bench, what, (ours, on), (ours, off))
     _assert_same_work(rounds)
-    return [_on_off(what, rounds)], []
+    return [_comparison_row(what, rounds)], []
 
 
-def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
+def _compare_trees(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
     """Compare steps on the samples of ``case`` that compute shared prefixes once, as by default, with steps that
     compute every sample completely, in micro-batches of the same size. Each side has a process of its own, so that its
     peak memory can be measured. Return one row and two targets."""
@@ -227,31 +227,31 @@ def _tree(bench: _LearnerBench, model: Path, case: TreeCase) -> Measurement:
     _assert_same_work(rounds)
     peak_mb, whole_mb = (rounds[-1][at]["peak_bytes"] / 2**20 for at in (0, 1))
     memory: Row = {"tokens": rounds[-1][0]["tokens"], "peak_mb": peak_mb, "peak_mb of whole samples": whole_mb}
-    return [{**_on_off(what, rounds), **memory}], [
-        at_least(f"{what}: times faster", _ratio(rounds), case.least, "ratio"),
+    return [{**_comparison_row(what, rounds), **memory}], [
+        at_least(f"{what}: times faster", _speedup(rounds), case.least, "ratio"),
         at_most(f"{what}: peak memory by that of whole samples", peak_mb / whole_mb, MORE_MEMORY, "ratio"),
     ]
 
 
-def _lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+def _compare_lora(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps that train a LoRA adapter of rank 16 with steps that train all weights. Return one row, and no
     target."""
     sizes = bench.sizes
     full = make_request(sizes.spec, sizes.prompt, sizes.short_answers)
     rounds = _alternate(bench, "LoRA of rank 16", (ours, {**full, "lora": {"rank": 16}}), (ours, full))
-    return [_on_off("LoRA of rank 16 instead of all weights", rounds)], []
+    return [_comparison_row("LoRA of rank 16 instead of all weights", rounds)], []
 
 
-def _replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
+def _compare_replay(bench: _LearnerBench, ours: PeerProcess) -> Measurement:
     """Compare steps of a mixture of experts that replay recorded experts with steps that route tokens themselves.
     Return one row, and no target."""
     experts = bench.model("experts", EXPERTS)
     off = make_request(EXPERTS, bench.sizes.prompt, bench.sizes.short_answers, model=str(experts))
     rounds = _alternate(bench, "routing replay", (ours, {**off, "replay": True}), (ours, off))
-    return [_on_off("routing replay, mixture of experts", rounds)], []
+    return [_comparison_row("routing replay, mixture of experts", rounds)], []
 
 
-def _head(bench: _LearnerBench, model: Path) -> Measurement:
+def _measure_heads(bench: _LearnerBench, model: Path) -> Measurement:
     """Measure the peak memory that each implementation of the head needs to compute log π and its gradient, without the
     hidden states and the weights of the head; each implementation runs in a new process. Return a row for each, and
     targets for the learner's own implementation: at most twice the gradient of the head plus :data:`FIXED_MB`."""
@@ -313,13 +313,13 @@ def _median_s(rounds: Rounds, at: int) -> float:
     return statistics.median(float(answers[at]["seconds"]) for answers in rounds)
 
 
-def _ratio(rounds: Rounds) -> float:
+def _speedup(rounds: Rounds) -> float:
     """Return how many times faster the first side is than the second: the time of the second side divided by the time
     of the first, as the median over the rounds."""
     return statistics.median(float(other["seconds"] / one["seconds"]) for one, other in rounds)
 
 
-def _on_off(what: str, rounds: Rounds) -> Row:
+def _comparison_row(what: str, rounds: Rounds) -> Row:
     """Return a row that compares steps with a feature (the first side) with steps without it (the second side): the
     median time of each in seconds, and how many times faster the first side is."""
-    return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _ratio(rounds)}
+    return {"what": what, "on_s": _median_s(rounds, 0), "off_s": _median_s(rounds, 1), "times faster": _speedup(rounds)}

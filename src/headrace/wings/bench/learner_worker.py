@@ -125,11 +125,11 @@ class OwnLearner:
             return {"flop_per_s": max(self._flop_per_s(*shape) for shape in request["products"])}
         name = json.dumps([request.get(key) for key in ("model", "settings", "lora")])
         if name not in self._cores:
-            self._cores[name] = self._learner(request)
+            self._cores[name] = self._create_learner(request)
         core = self._cores[name]
         batch = batch_of(core.version, request)
         if request.get("replay"):
-            batch = self._routed(batch, request)
+            batch = self._record_routing(batch, request)
         report = core.train(batch)
         return {
             "seconds": report.seconds,
@@ -139,7 +139,7 @@ class OwnLearner:
             "peak_bytes": memory_bytes("VmHWM"),
         }
 
-    def _learner(self, request: Request) -> Any:
+    def _create_learner(self, request: Request) -> Any:
         """Return a learner with the model, the settings and the adapter that the request names, and store the memory of
         the process after loading the model."""
         from headrace.algo.config import AlgoConfig
@@ -161,7 +161,7 @@ class OwnLearner:
         self._loaded_bytes = memory_bytes("VmRSS")
         return core
 
-    def _routed(self, batch: Batch, request: Request) -> Batch:
+    def _record_routing(self, batch: Batch, request: Request) -> Batch:
         """Return a copy of the batch with recorded routing: the experts that the model of the request, before any
         training, chooses for each token."""
         from headrace.models import ModelConfig, load_model

@@ -139,7 +139,7 @@ def _transitions_of(number: int) -> list[Operation]:
     ]
 
 
-def _sampled(count: int) -> Tokens:
+def _random_tokens(count: int) -> Tokens:
     """Return ``count`` tokens with random ids and logprobs, sampled by weights of version 3. Every call with the same
     ``count`` returns equal tokens."""
     rng = np.random.default_rng(count)
@@ -153,14 +153,14 @@ def _sampled(count: int) -> Tokens:
 def _episode(index: int) -> EpisodeGraph:
     """Return the episode number ``index``, with one sampled answer of :data:`TOKENS` tokens; eight successive episodes
     share a group."""
-    answer = Turn(author="policy", tokens=_sampled(TOKENS), stop_reason=StopReason.STOP)
+    answer = Turn(author="policy", tokens=_random_tokens(TOKENS), stop_reason=StopReason.STOP)
     return EpisodeGraph(key=EpisodeKey(index // 8, index % 8), turns=[answer], status=EpisodeStatus.SCORED, reward=1.0)
 
 
 def _stream(number: int) -> Stream:
     """Return the operation that stores :data:`PIECE` tokens of each of :data:`SEQUENCES` running answers. Operations
     with different ``number`` belong to different answers."""
-    tokens = _sampled(PIECE)
+    tokens = _random_tokens(PIECE)
     parts = (
         TokenChunk(key=EpisodeKey(number * 8 + place // 8, place % 8), turn=1, prompt="", tokens=tokens)
         for place in range(SEQUENCES)

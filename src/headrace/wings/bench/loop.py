@@ -60,7 +60,7 @@ def measure(on_progress: Callable[[str], None]) -> Report:
         rows.append({"what": "import headrace", "median_s": statistics.median(imports_s)})
     gap_ms = max(summary.commit_gap_ms.p99 for summary in learned)
     targets = [
-        *_learning(learned, frozen),
+        *_learning_targets(learned, frozen),
         at_most("demo, model building included, slowest seed", max(walls_s), 180, "s"),
         at_most("wall time per trained token, asynchronous / synchronous", statistics.median(ratios), 0.75, "ratio"),
         at_most("commit gap p99, worst run", gap_ms, 5, "ms"),
@@ -72,7 +72,7 @@ def measure(on_progress: Callable[[str], None]) -> Report:
     return report(rows, targets)
 
 
-def _learning(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
+def _learning_targets(learned: list[Summary], frozen: list[Summary]) -> list[Target]:
     """Return the targets for the held-out accuracy: before and after training in the runs ``learned``, and its change
     in the runs ``frozen``, whose learning rate is 0."""
     moves = [abs((s.eval_after or 0.0) - (s.eval_before or 0.0)) for s in frozen]

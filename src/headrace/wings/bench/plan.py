@@ -82,7 +82,7 @@ class PlannedTask:
         }
 
 
-def _long(directory: Path) -> Path:
+def _create_long_task(directory: Path) -> Path:
     """Create the task of long answers in ``directory``: rows, and a model whose answers have very different lengths.
     Return the run file."""
     letters = string.ascii_letters + string.digits
@@ -98,14 +98,14 @@ def _long(directory: Path) -> Path:
     return directory / "run.toml"
 
 
-def _demo(directory: Path) -> Path:
+def _create_demo(directory: Path) -> Path:
     """Create the demo in ``directory`` and return its run file."""
     return build_demo(directory, seed=0).run_file
 
 
 TASKS = (
-    PlannedTask(name="long answers", make=_long, slow="slow_odd", groups=16, steps=30),
-    PlannedTask(name="demo", make=_demo, slow="slow_sum", groups=64, steps=60),
+    PlannedTask(name="long answers", make=_create_long_task, slow="slow_odd", groups=16, steps=30),
+    PlannedTask(name="demo", make=_create_demo, slow="slow_sum", groups=64, steps=60),
 )
 
 
@@ -117,7 +117,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
     clock = RealClock()
     on_progress("a million episodes")
     start_s = clock.now()
-    large = _large(quick=quick)
+    large = _simulate_large(quick=quick)
     seconds = clock.now() - start_s
     rows.append({"what": "large run", "seconds": seconds, "episodes": large.num_episodes, "engines": ENGINES,
                  "simulated_s": large.seconds, "trained_tok_s": large.tok_s})  # fmt: skip
@@ -139,7 +139,7 @@ def measure(on_progress: Callable[[str], None], *, quick: bool = False) -> Repor
     return report(rows, targets)
 
 
-def _large(*, quick: bool) -> SimulatedOutcome:
+def _simulate_large(*, quick: bool) -> SimulatedOutcome:
     """Simulate a run with about a million episodes on 10,000 accelerators, and return the outcome; with ``quick`` only
     its first step."""
     world = World(

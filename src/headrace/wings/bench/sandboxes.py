@@ -47,8 +47,8 @@ async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
             continue
         async with await open_sandboxes(kind) as driver:
             on_progress(f"{kind}: starts, commands, snapshots, forks")
-            times = await _single(driver, rounds)
-            rows += [{"kind": kind, "what": what, **_spread(seconds)} for what, seconds in times.items()]
+            times = await _measure_single(driver, rounds)
+            rows += [{"kind": kind, "what": what, **_time_columns(seconds)} for what, seconds in times.items()]
             limit_ms = 20.0 if kind == "jail" and "overlay" not in driver.missing else 200.0
             both_ms = 1000 * statistics.median(times["snapshot and fork of 20 MB"])
             pool_ms = 1000 * statistics.median(times["start from the warm pool, first command"])
@@ -58,13 +58,13 @@ async def _measure(on_progress: Callable[[str], None], rounds: int) -> Report:
             ]
         async with await open_sandboxes(kind) as driver:
             on_progress(f"{kind}: {SESSIONS} sessions at once")
-            row = await _many(driver)
+            row = await _measure_many(driver)
             rows.append({"kind": kind, **row})
             targets.append(at_most(f"{kind}: memory of {SESSIONS} sessions", row["most_mb"], 1024.0, "MiB"))
     return report(rows, targets)
 
 
-async def _single(driver: SandboxDriver, rounds: int) -> dict[str, list[float]]:
+async def _measure_single(driver: SandboxDriver, rounds: int) -> dict[str, list[float]]:
     """Measure the operations on a single session of ``driver``. Return the durations of each operation in seconds, one
     for each round."""
     names = ("start", "command", "start from the warm pool, first command", "snapshot of 20 MB", "fork of 20 MB",
@@ -106,7 +106,7 @@ async def _snapshot_and_fork(driver: SandboxDriver, session: SandboxSession, tim
     await driver.release(snapshot)
 
 
-async def _many(driver: SandboxDriver) -> Row:
+async def _measure_many(driver: SandboxDriver) -> Row:
     """Run many sessions of ``driver`` at once, each with a Python program and 2 MB of files. Return a row with the
     durations and the peak memory."""
     clock = RealClock()
@@ -164,6 +164,6 @@ async def _timed(seconds: list[float], call: Awaitable[T]) -> T:
     return result
 
 
-def _spread(seconds: Sequence[float]) -> dict[str, float]:
+def _time_columns(seconds: Sequence[float]) -> dict[str, float]:
     """Return the median and the longest of the durations ``seconds``, in milliseconds, as columns of a row."""
     return {"median_ms": 1000 * statistics.median(seconds), "longest_ms": 1000 * max(seconds)}

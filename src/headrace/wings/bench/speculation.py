@@ -93,7 +93,7 @@ def _engine(model_dir: Path, batch: int, speculation: Literal["off", "history"])
     return engine
 
 
-def _visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
+def _run_visit(sides: tuple[_Side, _Side], number: int, num_rows: int, temperature: float) -> _Comparison:
     """Sample an answer to each row with both engines, alternately, with the seeds of visit ``number``, and return the
     measurements. The first of ``sides`` is the engine without speculation. Raises ``RuntimeError`` if their tokens or
     logprobs differ."""
@@ -135,7 +135,7 @@ def _measure(
     for turn in range(rounds):
         sides = _Side(engine=_engine(model_dir, batch, "off")), _Side(engine=_engine(model_dir, batch, "history"))
         for number, found in enumerate(visits):
-            found.append(_visit(sides, num_visits * turn + number, num_rows, temperature))
+            found.append(_run_visit(sides, num_visits * turn + number, num_rows, temperature))
     return visits
 
 

@@ -116,10 +116,10 @@ def measure(on_progress: Callable[[str], None], *, threads: int | None = None, q
             directory=Path(scratch), on_progress=on_progress, clock=RealClock(), quick=quick, threads=threads or 1
         )  # fmt: skip
         for size in QUICK if quick else FULL:
-            _all_combinations(bench, size, rows, targets)
-            _decoding(bench, size, rows, targets)
-            _over_groups(bench, size, rows, targets)
-        _broadcasts(bench, rows, targets)
+            _measure_combinations(bench, size, rows, targets)
+            _measure_commit_gaps(bench, size, rows, targets)
+            _measure_groups(bench, size, rows, targets)
+        _measure_broadcasts(bench, rows, targets)
     return report(rows, targets)
 
 
@@ -147,7 +147,7 @@ def adapters_of(plan: SyncPlan) -> SyncPlan:
     return SyncPlan(shapes=shapes, dtype=plan.dtype)
 
 
-def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the combinations of transport and codec for a model of this size, with all weights, or for the codec
     ``adapter`` with the weights of adapters. Append a row for each combination to ``rows``, and the targets of this
     size to ``targets``."""
@@ -157,7 +157,7 @@ def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: l
             copied = learner.call({"do": "copy"})
             for codec, transport in size.combinations(codecs):
                 bench.on_progress(f"{size.name}: {transport}, {codec}")
-                row = _one_combination(bench, learner, plan, (transport, codec, size.rounds))
+                row = _measure_combination(bench, learner, plan, (transport, codec, size.rounds))
                 copy_share = row["bytes"] / row["stage_s"] / (copied["bytes"] / copied["copy_s"])
                 row |= {"exposed by copy": row["exposed_s"] / copied["copy_s"], "stage by copy speed": copy_share}
                 rows.append({"what": "way", "model": size.name, **row})
@@ -170,7 +170,9 @@ def _all_combinations(bench: _SyncBench, size: Size, rows: list[Row], targets: l
     ]
 
 
-def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]) -> Row:
+def _measure_combination(
+    bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, combination: tuple[str, str, int]
+) -> Row:
     """Send several versions from ``learner`` to a receiver in this process by one ``combination`` (transport, codec,
     number of versions). Return a row with the medians in seconds and bytes. Two versions before these, for which memory
     is allocated, are not counted."""
@@ -186,7 +188,7 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
         receiver = make_receiver(route, tensors_of(plan), TOKEN)
         stack.callback(receiver.close)
         learner.call({"do": "open", "route": msgspec.to_builtins(route)})
-        figures = [_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
+        figures = [_send_version(bench, learner, receiver, version) for version in range(rounds + 2)][2:]
     row: Row = {"transport": transport, "codec": codec}
     for key in ("exposed_s", "announce_s", "stage_s", "bytes"):
         row[key] = statistics.median(figure[key] for figure in figures)
@@ -194,7 +196,7 @@ def _one_combination(bench: _SyncBench, learner: PeerProcess, plan: SyncPlan, co
     return row | {"commit_p50_s": statistics.median(commits_s), "commit_p99_s": float(np.quantile(commits_s, 0.99))}
 
 
-def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
+def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
     """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each part and
     the number of sent bytes. ``exposed_s`` is the time for which the learner stands still, and ``announce_s`` the time
     in which it then hashes, encodes and sends."""
@@ -214,7 +216,7 @@ def _version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, versio
     }
 
 
-def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_commit_gaps(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the commit gaps of an engine that decodes :data:`BATCH` sequences while new weights arrive through shared
     memory. Append a row to ``rows`` and a target to ``targets``."""
     bench.on_progress(f"{size.name}: commits while {BATCH} sequences decode")
@@ -231,7 +233,7 @@ def _decoding(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Targ
     targets.append(at_most(f"{size.name}: commit gap p99 while decoding", p99, 1.0, "ms"))
 
 
-def _over_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
+def _measure_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[Target]) -> None:
     """Measure the transport ``group`` between two ranks and two engines. Append the rows of this measurement to
     ``rows``, and its targets to ``targets``."""
     directory = bench.directory / f"group-{size.name}"
@@ -243,7 +245,7 @@ def _over_groups(bench: _SyncBench, size: Size, rows: list[Row], targets: list[T
     targets += found[1]
 
 
-def _broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
+def _measure_broadcasts(bench: _SyncBench, rows: list[Row], targets: list[Target]) -> None:
     """Measure broadcasts by torch's Gloo backend between two processes: tensor by tensor, in buckets, and as one tensor
     that was packed beforehand. Append a row for each set of weights to ``rows``, and a target to ``targets``."""
     shapes: dict[str, tuple[int, ...]] = {}

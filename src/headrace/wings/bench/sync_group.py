@@ -109,7 +109,7 @@ def measure_group(
             # the time of smaller versions depends on the latency of messages, which the planner does not predict
             predicts = codec == "full" and sum(sizes) >= CARRIED_BYTES
             count = max(rounds, PREDICTED_ROUNDS) if predicts else rounds
-            found = [_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
+            found = [_measure_round(members, raw, version, predicts=predicts) for version in range(count + 2)][2:]
             row = {key: statistics.median(one[key] for one in found) for key in found[0]}
             copy_s = statistics.median(copied["copy_s"] for copied in copies)
             row |= {"group by gloo": statistics.median(one["group_s"] / one["gloo_s"] for one in found)}
@@ -133,7 +133,7 @@ def _prediction_target(name: str, ratio: float) -> Target:
     return at_most(f"group {name}: the planner's prediction is off by", abs(ratio - 1.0), 0.15, "fraction")
 
 
-def _round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
+def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
     """Send one version over the transport, from its announcement until both engines have staged it, and then the same
     number of bare bytes. Return the seconds of both, and the seconds for which a rank stands still for its copy. With
     ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and

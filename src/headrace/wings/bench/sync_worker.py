@@ -85,7 +85,7 @@ class MovingLearner:
         return {"image_bytes": self._publisher.manifest.total_bytes}
 
     @torch.no_grad()
-    def _move(self) -> None:
+    def _change_weights(self) -> None:
         """Multiply one weight in thirty by 1 + 2^-7, which changes a bfloat16 number to its next or second next
         neighbour."""
         for tensor in self._weights.values():
@@ -98,7 +98,7 @@ class MovingLearner:
         the time of the copy into the slot, for which a learner stands still (``exposed_s``), the time of the
         announcement (``announce_s``), and the announcement, in seconds."""
         assert self._publisher is not None
-        self._move()
+        self._change_weights()
         start_s = self._clock.now()
         self._publisher.copy(request["slot"])
         copied_s = self._clock.now()

@@ -201,17 +201,17 @@ class _TinkerBench:
     def run(self, *, whole: bool) -> None:
         """Measure the rates of several adapters compared with one; with ``whole`` also the start, the round trips and
         many tenants."""
-        models = self._models(max(ADAPTERS))
+        models = self._create_models(max(ADAPTERS))
         if whole:
             self.targets.append(at_most("command to first answer", self._server.started_s, 10.0, "s"))
-            self._trips(models[0])
+            self._measure_trips(models[0])
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         for count, goal in ADAPTERS.items():
-            self._several(models[:count], samplers[:count], goal)
+            self._measure_several(models[:count], samplers[:count], goal)
         if whole:
-            self._many()
+            self._measure_tenants()
 
-    def _models(self, count: int) -> list[Any]:
+    def _create_models(self, count: int) -> list[Any]:
         """Return ``count`` new training clients, each with an adapter of its own, after one step with each client."""
         create = self._server.client.create_lora_training_client
         futures = [create(base_model=NAME, rank=RANK, seed=seed) for seed in range(count)]
@@ -219,7 +219,7 @@ class _TinkerBench:
         _train(models, 1)
         return models
 
-    def _trips(self, model: Any) -> None:
+    def _measure_trips(self, model: Any) -> None:
         """Measure the time between a small request and its result, for training and for sampling; add rows in
         milliseconds, and targets."""
         self._tell(f"{self._name}: round trips")
@@ -239,7 +239,7 @@ class _TinkerBench:
             self.rows.append({"what": f"{self._name}, {what}", "median_ms": middle, "slowest_ms": times_ms[-1]})
             self.targets.append(at_most(f"{self._name}, {what}", middle, limit_ms, "ms"))
 
-    def _several(self, models: Sequence[Any], samplers: Sequence[Any], goal: float) -> None:
+    def _measure_several(self, models: Sequence[Any], samplers: Sequence[Any], goal: float) -> None:
         """Measure the throughput, in tokens per second, of the same work spread over all ``models`` (for sampling, over
         their ``samplers``), divided by the throughput with one of them. Add a row and a target, at least ``goal``, for
         sampling and for training."""
@@ -258,20 +258,20 @@ class _TinkerBench:
             self.rows.append({"what": f"{self._name}, {what}, {count} adapters", **row})
             self.targets.append(at_least(f"{self._name}, {what}, {count} adapters by one", ratio, goal, "ratio"))
 
-    def _many(self) -> None:
+    def _measure_tenants(self) -> None:
         """Measure many tenants that train at once: their throughput, how evenly they are served, and the memory of the
         server. Then measure the memory for the same number of further tenants, for which the server moves the first
         tenants to the disk, so that it should need at most half as much. Add a row and targets."""
         count = self._sizes.tenants
         self._tell(f"{self._name}: {count} tenants")
         before = self._server.process.memory_info().rss
-        models = self._models(count)
+        models = self._create_models(count)
         rate, ended_s = _train(models, self._sizes.turns)
         samplers = [model.save_weights_and_get_sampling_client().result() for model in models]
         sampled = _sample(samplers, 1, self._sizes.new_tokens)
         grown = self._server.process.memory_info().rss - before
         self._tell(f"{self._name}: {count} tenants more")
-        others = self._models(count)
+        others = self._create_models(count)
         _train(others, 4)
         _sample([model.save_weights_and_get_sampling_client().result() for model in others], 1, 1)
         again = self._server.process.memory_info().rss - before - grown

@@ -44,7 +44,7 @@ class AlarmRow:
     """The advice to the user when the alarm goes off."""
 
 
-def _entropy(config: AlarmsConfig) -> Alarm:
+def _entropy_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``entropy``, which goes off when the policy's entropy stays below a fraction of its baseline:
     such a policy explores no longer."""
     baseline = Baseline("entropy", config.baseline_steps)
@@ -60,7 +60,7 @@ def _entropy(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _zero_variance(config: AlarmsConfig) -> Alarm:
+def _zero_variance_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``zero_variance``, which goes off when too many groups have equal rewards for all their
     episodes: their advantages are 0, and nothing is learned from them."""
 
@@ -81,7 +81,7 @@ def _zero_variance(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _rewards(config: AlarmsConfig) -> Alarm:
+def _rewards_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``rewards``, which goes off when the calls of a reward component fail too often. The metric
     ``reward_failed/COMPONENT`` is the fraction of failed calls."""
     prefix = "reward_failed/"
@@ -96,7 +96,7 @@ def _rewards(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _kl(config: AlarmsConfig) -> Alarm:
+def _kl_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``kl``, which goes off when the KL divergence, in nats per token, of the trained policy π from
     μ, the distribution that sampled its tokens, or from the reference π_ref is large."""
 
@@ -109,7 +109,7 @@ def _kl(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _mismatch(config: AlarmsConfig) -> Alarm:
+def _mismatch_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``mismatch``, which goes off when engine and learner compute different logprobs for fresh
     tokens, which the learner's present weights have sampled."""
 
@@ -124,7 +124,7 @@ def _mismatch(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _length(config: AlarmsConfig) -> Alarm:
+def _length_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``length``, which goes off when episodes have many times as many sampled tokens as at the
     beginning of the run."""
     baseline = Baseline("length_mean", config.baseline_steps)
@@ -140,7 +140,7 @@ def _length(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _repetition(config: AlarmsConfig) -> Alarm:
+def _repetition_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``repetition``, which goes off when too many 4-grams (four tokens in a row) of an episode have
     occurred earlier in the same episode."""
     baseline = Baseline("repetition", config.baseline_steps)
@@ -156,7 +156,7 @@ def _repetition(config: AlarmsConfig) -> Alarm:
     return Lasting(problem, patience=config.patience)
 
 
-def _stall(config: AlarmsConfig) -> Alarm:
+def _stall_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``stall``, which goes off when the run is training and no step has ended for a long time."""
     ends_s: list[float] = []  # the times at which the last steps ended, in seconds since the start of the run
     steps = 0
@@ -184,7 +184,7 @@ def _stall(config: AlarmsConfig) -> Alarm:
     return Now(problem)
 
 
-def _disk(config: AlarmsConfig) -> Alarm:
+def _disk_alarm(config: AlarmsConfig) -> Alarm:
     """Return the alarm ``disk``, which goes off when the disk of the run directory is nearly full."""
 
     def problem(now: Moment) -> str:
@@ -197,44 +197,44 @@ def _disk(config: AlarmsConfig) -> Alarm:
 
 ALARMS: Mapping[str, AlarmRow] = {
     "entropy": AlarmRow(
-        make=_entropy,
+        make=_entropy_alarm,
         advice="The policy has stopped exploring: raise algo.loss.clip_high or engine.temperature, lower learner.lr, "
         "or add a penalty (algo.loss.kl_coef).",
     ),
     "zero_variance": AlarmRow(
-        make=_zero_variance,
+        make=_zero_variance_alarm,
         advice="There is nothing to prefer: take easier or harder tasks (data.curriculum), raise flow.group_size, or "
         "leave such groups out (flow.filters, kind = 'dynamic_sampling').",
     ),
     "rewards": AlarmRow(
-        make=_rewards,
+        make=_rewards_alarm,
         advice="Answers are credited with its default, or lost: headrace status RUN says why it fails; fix what it "
         "calls, or raise its retries or timeout_s.",
     ),
     "kl": AlarmRow(
-        make=_kl,
+        make=_kl_alarm,
         advice="The policy moves far from what sampled its tokens: lower learner.lr or flow.max_age, or clip harder.",
     ),
     "mismatch": AlarmRow(
-        make=_mismatch,
+        make=_mismatch_alarm,
         advice="Compare the numbers of engine and learner: model.dtype, engine.kernels, learner.keep_routing and "
         "learner.keep_sampling_mask; a correction (algo.correction) hides it, and does not heal it.",
     ),
     "length": AlarmRow(
-        make=_length,
+        make=_length_alarm,
         advice="Read some completions: a reward may pay for length. Add a length penalty, or lower "
         "engine.max_new_tokens.",
     ),
     "repetition": AlarmRow(
-        make=_repetition,
+        make=_repetition_alarm,
         advice="Read some completions: a reward may pay for loops. Lower learner.lr, or add a penalty to the reward.",
     ),
     "stall": AlarmRow(
-        make=_stall,
+        make=_stall_alarm,
         advice="headrace status says who waits for whom; the logs of the parts are in logs/ of the run directory.",
     ),
     "disk": AlarmRow(
-        make=_disk,
+        make=_disk_alarm,
         advice="Make room, or keep fewer checkpoints (run.keep_checkpoints, run.checkpoint_every).",
     ),
 }

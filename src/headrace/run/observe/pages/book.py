@@ -57,8 +57,8 @@ class PageWriter:
         self._attempts: dict[tuple[int, int], AttemptSummary] = {}
         if (directory / LINES).exists():
             raise ConfigError(f"{directory} holds an evaluation already", remedy="choose another directory")
-        self._write(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
-        self._write(lambda: (directory / LINES).write_bytes(b""))
+        self._write_or_raise(lambda: (directory / PAGES).mkdir(parents=True, exist_ok=True))
+        self._write_or_raise(lambda: (directory / LINES).write_bytes(b""))
 
     async def keep(self, episode: EpisodeGraph) -> None:
         """Write the line of an episode that has ended and, if the episode is among the first ``max_pages``, its page;
@@ -67,7 +67,7 @@ class PageWriter:
         order = attempt * len(self._shown.rows) + task
         page = f"{PAGES}/{task}-{attempt}.html" if order < self._shown.max_pages else ""
         self._attempts[task, attempt] = AttemptSummary(reward=episode.reward, cause=episode.cause, page=page)
-        await off_loop(partial(self._write, partial(self._add, episode, page)))
+        await off_loop(partial(self._write_or_raise, partial(self._write_episode, episode, page)))
 
     def finish(self, title: str, figures: Sequence[Figure], notes: Sequence[str]) -> Path:
         """Write the index page at the end of the evaluation, and return its path. ``title`` is its heading, ``figures``
@@ -81,10 +81,10 @@ class PageWriter:
             for task in range(len(self._shown.rows))
         ]
         index = self._directory / INDEX
-        self._write(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
+        self._write_or_raise(lambda: index.write_text(index_page(title, figures, notes, tasks), encoding="utf-8"))
         return index
 
-    def _add(self, episode: EpisodeGraph, page: str) -> None:
+    def _write_episode(self, episode: EpisodeGraph, page: str) -> None:
         """Append the line of an episode to ``episodes.jsonl``, and write its page to the path ``page`` in the
         directory. Where ``page`` is empty, no page is written."""
         line = {
@@ -105,7 +105,7 @@ class PageWriter:
             row = dict(self._shown.rows[episode.key.group])
             (self._directory / page).write_text(episode_page(episode, row, self._shown.decode), encoding="utf-8")
 
-    def _write(self, write: Callable[[], object]) -> None:
+    def _write_or_raise(self, write: Callable[[], object]) -> None:
         """Call ``write``, which writes to the disk. Raises :class:`~headrace.base.errors.RunError` if ``write`` raises
         an ``OSError``."""
         try:

@@ -62,7 +62,7 @@ class Prometheus(WriterSection):
         newest = _NewestStep(run.name)
         registry = CollectorRegistry()
         registry.register(newest)
-        app = TokenAuth(make_asgi_app(registry), token=_token(run.run_dir / TOKEN_FILE))
+        app = TokenAuth(make_asgi_app(registry), token=_read_or_create_token(run.run_dir / TOKEN_FILE))
         if self.tls_certificate:
             server_context(self.tls_certificate, self.tls_key)
         server = HttpServer(
@@ -84,7 +84,7 @@ class Prometheus(WriterSection):
         return newest
 
 
-def _token(file: Path) -> str:
+def _read_or_create_token(file: Path) -> str:
     """Return the token in ``file``, which a request to the endpoint must contain. Where the file is missing, create it
     with a new random token, readable for this user alone."""
     if not file.exists():

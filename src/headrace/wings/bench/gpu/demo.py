@@ -57,17 +57,17 @@ def run(stage: StageContext) -> None:
             ]  # fmt: skip
         else:
             settings += ["run.checkpoint_every=20"]
-        asyncio.run(_lives(stage, run_file, settings, folder / "run"))
+        asyncio.run(_run_lives(stage, run_file, settings, folder / "run"))
         if stage.request.vllm and not stage.pretend:
-            asyncio.run(_with_vllm(stage, run_file, folder, settings))
+            asyncio.run(_run_with_vllm(stage, run_file, folder, settings))
 
 
-async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
+async def _run_lives(stage: StageContext, run_file: Path, settings: Sequence[str], run_dir: Path) -> None:
     """Run the demo until the learner is killed, resume it, and record the figures of the run."""
     arguments = [str(run_file), *(word for each in settings for word in ("--set", each)), "--json"]
     seen = DemoRun()
     for life, victims in enumerate((["engine", "learner"], [])):
-        await _life(stage, arguments, run_dir, seen, victims, resume=life > 0)
+        await _run_life(stage, arguments, run_dir, seen, victims, resume=life > 0)
         if seen.summary:
             break
     accuracy, done = seen.summary.get("eval_after"), seen.summary.get("steps", 0)
@@ -81,7 +81,7 @@ async def _lives(stage: StageContext, run_file: Path, settings: Sequence[str], r
         stage.target(at_least("demo, held-out accuracy after", accuracy or 0.0, ACCURACY, "fraction"))
 
 
-async def _life(
+async def _run_life(
     stage: StageContext, arguments: Sequence[str], run_dir: Path, seen: DemoRun, victims: list[str], *, resume: bool
 ) -> None:
     """Run one life of ``headrace train`` with ``arguments`` until it ends, and add the observations to ``seen``.
@@ -120,7 +120,7 @@ def _kill_ready(pids: Sequence[int], role: str, seen: DemoRun) -> None:
             seen.kills[role] = pid
 
 
-async def _with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
+async def _run_with_vllm(stage: StageContext, run_file: Path, folder: Path, settings: Sequence[str]) -> None:
     """Run the demo once more with vLLM as its engine, without kills, and record its accuracy."""
     if not stage.fits("the demo with vLLM", 60):
         return
@@ -128,7 +128,7 @@ async def _with_vllm(stage: StageContext, run_file: Path, folder: Path, settings
     chosen = [each for each in settings if not each.startswith("run.dir")] + own
     arguments = [str(run_file), *(word for each in chosen for word in ("--set", each)), "--json"]
     seen = DemoRun()
-    await _life(stage, arguments, folder / "vllm", seen, [], resume=False)
+    await _run_life(stage, arguments, folder / "vllm", seen, [], resume=False)
     accuracy = seen.summary.get("eval_after") or 0.0
     stage.row(what="demo with vLLM", eval_after=accuracy, errors=seen.errors[-300:])
     stage.target(at_least("demo with vLLM, held-out accuracy after", accuracy, ACCURACY, "fraction"))

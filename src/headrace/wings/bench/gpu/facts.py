@@ -34,9 +34,9 @@ def run(stage: StageContext) -> None:
         copied, side = 1 << 16, 32
     else:
         copied, side = 1 << 30, 8192
-    _copies(stage, copied)
+    _measure_copies(stage, copied)
     for dtype in (torch.bfloat16, torch.float32):
-        _products(stage, side if dtype == torch.bfloat16 else side // 2, dtype)
+        _measure_products(stage, side if dtype == torch.bfloat16 else side // 2, dtype)
 
 
 def _query_driver() -> Mapping[str, str]:
@@ -53,7 +53,7 @@ def _query_driver() -> Mapping[str, str]:
     return dict(zip(QUERY, values, strict=False))
 
 
-def _copies(stage: StageContext, num_bytes: int) -> None:
+def _measure_copies(stage: StageContext, num_bytes: int) -> None:
     """Measure and record the rates of copies of ``num_bytes`` bytes: to the device and back, with pinned and with
     pageable memory, and within the device, where bytes read and bytes written both count."""
     device = torch.device(stage.request.device)
@@ -74,7 +74,7 @@ def _copies(stage: StageContext, num_bytes: int) -> None:
     stage.figures(**rates)
 
 
-def _products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
+def _measure_products(stage: StageContext, side: int, dtype: torch.dtype) -> None:
     """Measure and record the rate of products of square matrices with ``side`` rows in the number format ``dtype``."""
     name = str(dtype).removeprefix("torch.")
     left, right = (torch.full((side, side), 0.5, dtype=dtype, device=stage.request.device) for _ in range(2))

@@ -63,10 +63,12 @@ def run(stage: StageContext) -> None:
                 continue  # the interpreter reads the bits of a bfloat16 matrix as integers
             for rule in RULES if sizes in ((64, 64), (128, 128)) else ("plain",):
                 name = f"{str(dtype).removeprefix('torch.')}, heads of {sizes[0]} and {sizes[1]}, {rule}"
-                stage.attempt(name, partial(_try, stage, name, case, (sizes, dtype, rule)))
+                stage.attempt(name, partial(_check_kernel, stage, name, case, (sizes, dtype, rule)))
 
 
-def _try(stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int, int], torch.dtype, str]) -> None:
+def _check_kernel(
+    stage: StageContext, name: str, case: DecodeCase, kind: tuple[tuple[int, int], torch.dtype, str]
+) -> None:
     """Compare one kernel with its definition, and record its time. ``kind`` contains the sizes of keys and values, the
     number format and the rule of attention, one of :data:`RULES`."""
     sizes, dtype, rule = kind

@@ -147,26 +147,27 @@ def _measure(stage: StageContext, case: LearnerCase, name: str) -> None:
     lengths = np.array(case.answers, np.float64) + case.prompt
     rate = stage.request.ceilings.get("product_bfloat16_tflops", float("inf")) * 1e12
     share = (
-        _cost(sizes, rate, adapter=bool(case.rank)).step_s(float(lengths.sum()), float((lengths**2).sum())) / seconds
+        _cost_model(sizes, rate, adapter=bool(case.rank)).step_s(float(lengths.sum()), float((lengths**2).sum()))
+        / seconds
     )
     counted = stage.work.count(lambda: core.train(_batch(stage, core, case.model, case.prompt, case.answers)))
     stage.row(
         what=name, tok_s=float(lengths.sum()) / seconds, step_s=seconds, mfu=share, first_step_s=times_s[0],
-        peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned(sizes, case) / GIB, **counted,
+        peak_gib=torch.cuda.max_memory_allocated() / GIB, planned_gib=_planned_bytes(sizes, case) / GIB, **counted,
     )  # fmt: skip
     if case.aimed and share:
         stage.target(at_least(f"learner, {name}: operations by products", share, MFU, "fraction"), measured=True)
         stage.figures(**{f"learner {case.model}": float(lengths.sum()) / seconds, "train_share": share})
 
 
-def _cost(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
+def _cost_model(sizes: ModelShape, rate: float, *, adapter: bool) -> TrainingFlops:
     """Return the planner's cost model of a training step, where ``rate`` is the rate of products in operations per
     second. With ``adapter``, gradients of the base's weights are not computed."""
     each = 4.0 if adapter else 6.0
     return TrainingFlops(flop_per_token=each * sizes.active, flop_per_square=sizes.flop_per_square, flops=rate)
 
 
-def _planned(sizes: ModelShape, case: LearnerCase) -> float:
+def _planned_bytes(sizes: ModelShape, case: LearnerCase) -> float:
     """Return the estimated memory of weights, gradients and optimizer state on the device in bytes, without
     activations. For each parameter in bfloat16 with master weights these are 2, 2 and 12 bytes, of which the 12 are in
     host memory with ``offload_optimizer``. With an adapter, only the weights of its base count."""

@@ -47,15 +47,15 @@ def _compare(stage: StageContext, name: str, load: Load) -> None:
     vocab = model_of(name, pretend=stage.pretend).settings["vocab_size"]
     rng = np.random.default_rng(0)
     prompts = rng.integers(3, vocab, (load.sequences, load.prompt)).tolist()
-    ours = _ours(stage, folder, dtype, load, prompts)
+    ours = _measure_native(stage, folder, dtype, load, prompts)
     stage.release()
-    theirs = _theirs(stage, folder, dtype, load, prompts)
+    theirs = _measure_vllm(stage, folder, dtype, load, prompts)
     stage.row(what=f"{name}, {load.sequences} x {load.prompt} + {load.new}", ours_tok_s=ours, **theirs)
     ratio = ours / theirs["tok_s"]
     stage.target(at_least(f"engine, {name}: tok/s by vLLM's", ratio, FAIR, "ratio"), measured=True)
 
 
-def _ours(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
+def _measure_native(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> float:
     """Return the tokens per second of the native engine for ``prompts``, after answering them once as a warm-up."""
     engine = open_engine(stage, folder, dtype, load)
 
@@ -72,7 +72,9 @@ def _ours(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: li
     return load.sequences * load.new / stage.timed(lambda: answer(load.sequences))
 
 
-def _theirs(stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]) -> dict[str, Any]:
+def _measure_vllm(
+    stage: StageContext, folder: Path, dtype: str, load: Load, prompts: list[list[int]]
+) -> dict[str, Any]:
     """Return the figures of vLLM for ``prompts``: tokens per second and its version. Raises
     :class:`~headrace.base.errors.ComponentDied` if vLLM fails."""
     spec = {
