@@ -22,6 +22,7 @@ from headrace.base.errors import ConfigError
 from headrace.base.plugins import Registry
 
 BEGIN, USE, LOOK, PLAN = "Begin and train", "Use what was trained", "Look at a run", "Plan, compare and measure"
+"""The headings of the groups of verbs in ``headrace --help``."""
 GROUPS = (BEGIN, USE, LOOK, PLAN)
 """The groups of ``headrace --help``, in order; groups of other packages follow them."""
 

@@ -74,7 +74,7 @@ def look(run_dir: Path) -> dict[str, Any]:
     file, with the state of each process as the operating system reports it now, the run's state (``running``,
     ``killed``, or how it ended) and its verdict.
 
-    Raises :class:`~headrace.base.errors.DataError` where the directory holds no run, or a run that is still starting.
+    Raises :class:`~headrace.base.errors.DataError` where the directory has no run, or a run that is still starting.
     """
     from headrace.base.errors import DataError
     from headrace.flow.ledger.opening import LOCK_FILE, is_held

@@ -54,7 +54,7 @@ LONG_S = 5.0
 
 
 class Accountant:
-    """An observer that keeps the account of a run that is still running, for its live view and its summary.
+    """An observer that computes the account of a run while the run is running, for its live view and its summary.
 
     A step is added to the account once all spans of its time have arrived, which is some time after its end; until then
     the step is pending. Memory does not grow with the length of the run: only the spans of about two steps are kept.

@@ -106,7 +106,7 @@ def _integer_or_none(value: object) -> int | None:
 
 def advise(bound: Bound, account: Account, settings: VerdictSettings) -> str:
     """Return advice against the bottleneck ``bound``: a sentence or two with the names and the present values of the
-    settings to change; an empty string where there is no advice. ``account`` says where the time went."""
+    settings to change; an empty string where there is no advice. ``account`` has the times of the run's parts."""
     match bound:
         case Bound.GENERATION:
             return _advise_engine(settings)

@@ -17,7 +17,7 @@ _FIELDS = (
 )
 """The fields of a step record that are one number each, and so metrics under their own names."""
 _BY_REASON = ("dropped_groups", "set_aside_episodes", "dropped_tokens", "wasted_tokens")
-"""The fields of a step record that hold one count for each reason."""
+"""The fields of a step record that are counts by reason."""
 
 
 def flat(record: StepRecord) -> dict[str, float]:

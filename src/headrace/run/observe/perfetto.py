@@ -1,8 +1,8 @@
 """The trace of a run for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``, in the Trace Event Format.
 
 A *span* is what one part of the run did between two moments; its *lane* names the part. Perfetto shows processes with
-threads: every lane becomes a process (``pid``), and its spans are placed on threads (``tid``), called *tracks* here,
-so that spans that overlap, as episodes do, stand side by side. Queues, throughput and reward are counters. Times are
+threads: every lane becomes a process (``pid``), and its spans are placed on threads (``tid``), called *tracks* here, so
+that overlapping spans, such as episodes, are on different tracks. Queues, throughput and reward are counters. Times are
 microseconds since the first span.
 """
 

@@ -266,8 +266,8 @@ _MEANING = {SUMMARY_FILE: ": the run has not ended, or was killed"}
 
 
 def _valid_spans(spans: list[Span]) -> list[Span]:
-    """Return the spans ordered by their start, without those that end before they start, which a damaged file may
-    have."""
+    """Return the spans ordered by their start. Spans that end before they start, which a damaged file may have, are
+    left out."""
     return sorted((span for span in spans if span.start_s <= span.end_s), key=lambda span: span.start_s)
 
 
@@ -280,7 +280,7 @@ def _read_config(run_dir: Path) -> dict[str, Any]:
 
 def _read_tree(path: Path) -> dict[str, Any]:
     """Return the JSON object in the file ``path`` as a dictionary. Raises :class:`~headrace.base.errors.DataError`
-    where the file cannot be read or holds something else."""
+    where the file cannot be read, or contains no JSON object."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from headrace.base.errors import visible
 
 INK, FAINT, GRID = "#1b2330", "#5b6675", "#e3e7ec"
+"""The colours of titles, of other text, and of grid lines."""
 BLUE, ORANGE, GREEN, PURPLE, SKY, SLATE = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#a9b4c0"
+"""The colours of bars and points."""
 
 
 class Drawing:

@@ -153,6 +153,7 @@ WAIT_BATCH, WAIT_REWARDS, WAIT_SYNC = "wait batch", "wait rewards", "wait sync"
 """The names of the learner's wait spans: the wait until the last episode of its batch has ended, the wait from then on
 until the batch is assembled, and the wait for a buffer for its new weights."""
 _OTHERS = (Cause.SCORING, Cause.TEACHERS, Cause.SYNC, Cause.LEDGER)
+"""The last causes of both tables below."""
 LEARNER_WAITS: dict[str, tuple[Cause, ...]] = {
     WAIT_BATCH: (Cause.ENGINE, Cause.CONTROLLER, Cause.ENVIRONMENT, *_OTHERS),
     WAIT_REWARDS: (Cause.CONTROLLER, Cause.SCORING, Cause.TEACHERS, Cause.LEDGER),

@@ -1,4 +1,4 @@
-"""The verdict on a run: which part holds it up, what the other parts wait for, and which setting to change.
+"""The verdict on a run: which part is the bottleneck, what the other parts wait for, and which setting to change.
 
 :func:`judge` computes the verdict from one record, the *account* (``a`` in most functions): where the time and the
 tokens of an interval of the run went. The *bound* (:class:`Bound`) is the bottleneck; a *cause* (:class:`Cause`) is a

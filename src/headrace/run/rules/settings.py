@@ -29,6 +29,7 @@ from headrace.run.rules import Broken, SettingsRule
 from headrace.run.rules.sections import RunSections
 
 Rules = tuple[SettingsRule[RunSections], ...]
+"""Several rules that read the settings alone."""
 
 # -- weights: model, sync, engine ------------------------------------------------------------------------------------
 

@@ -278,7 +278,7 @@ ROWS: tuple[SettingsRule[RowFacts], ...] = (
         remedy="choose a critic for >= {context} tokens, or set engine.max_context <= {most}",
     ),
     SettingsRule(
-        # a sample is trained in one pass: one that is too long would end the run at its first long answer
+        # a sample is trained in one pass: without this rule the first answer that is too long would end the run
         keys=("learner.tokens_per_microbatch", "engine.max_new_tokens"),
         broken=_too_long_a_sample,
         reason="learner.tokens_per_microbatch={learner.tokens_per_microbatch}, and a sample may have {needed} tokens: "

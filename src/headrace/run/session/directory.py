@@ -303,7 +303,7 @@ REMOVED_SETTINGS = {"launch": ("join_password_env",)}
 def read_settings(run_dir: Path) -> dict[str, Any]:
     """Return the recorded settings of the run in ``run_dir``, without the settings that no longer exist.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run, and
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run, and
     :class:`~headrace.base.errors.DataError` where the file is damaged.
     """
     try:

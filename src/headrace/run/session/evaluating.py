@@ -254,6 +254,7 @@ _CONTRACT = LoopContract(
     waits_for="tokens; the scorers",
     unblocked_by="engine, scoring workers",
 )
+"""The description of the evaluation's only loop, for the error of a stall."""
 
 
 async def attempt_rewards(serving: Serving, run: RunSection, listener: EvaluationListener) -> list[list[float]]:

@@ -49,6 +49,7 @@ class Exported(msgspec.Struct, frozen=True, kw_only=True):
     directory: str
     """The new directory with the exported files."""
     kind: Literal["model", "merged adapter", "adapter"]
+    """The kind of the exported weights."""
     agent: str = ""
     """The agent whose adapter was exported; empty for the policy's adapter."""
     whole: str = ""

@@ -58,7 +58,7 @@ report would say less, reports a stall only after the whole timeout."""
 def recorded_settings(run_dir: Path) -> dict[str, Any]:
     """Return the settings of the run in ``run_dir`` with an empty ``run.dir``, for a run in another directory.
 
-    Raises :class:`~headrace.base.errors.ConfigError` where the directory holds no run.
+    Raises :class:`~headrace.base.errors.ConfigError` where the directory has no run.
     """
     tree = read_settings(run_dir)
     tree["run"] = {**tree["run"], "dir": ""}
@@ -290,7 +290,8 @@ class ReplayComparison:
         self._writer = writer
         self._recording = recording
         self._expected: dict[int, dict[int, EpisodeGraph]] = {}
-        """The recorded episodes that are not compared yet, by group and by place in it, for groups with ended ones."""
+        """The recorded episodes that are not compared yet, by group and by place in the group. A group is read from the
+        ledger when its first episode has ended."""
         self._unconfirmed = dict(recording.checksums)
         """The recorded hashes of the versions that the replay has not committed yet."""
 

@@ -123,7 +123,7 @@ def train(
         try:
             summary = _run_with_restarts(first)
         except BaseException:
-            with suppress(HeadraceError):  # the first error is the one that the user must see
+            with suppress(HeadraceError):  # the user must see the first error, not an error of the report
                 _write_run_report(first)
             raise
         _write_run_report(first)

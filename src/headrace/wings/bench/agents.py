@@ -28,7 +28,9 @@ from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 PAIRS = 3
 STEPS = 40
 MAX_AGE = 8
+"""The staleness bound of the paced run, in versions."""
 GROUPS, GROUP_SIZE = 4, 4
+"""The number of groups in a batch, and the number of episodes in a group."""
 SETTINGS = {
     "engine": {"max_new_tokens": 1024, "max_sequences": GROUPS * GROUP_SIZE * (MAX_AGE + 1)},
     "learner": {"lr": 0.0, "tokens_per_microbatch": 4096},

@@ -36,7 +36,9 @@ CASES = {
 }
 """The ``[algo]`` table of each case, by the name of the case."""
 SAMPLES = 256
+"""The number of samples in a batch."""
 GROUP = 8
+"""The number of samples in a group."""
 PROMPT, SHORTEST, LONGEST = 8, 8, 32
 """The number of tokens of every prompt, of the shortest answer and of the longest answer."""
 REPEATS = 5

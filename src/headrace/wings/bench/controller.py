@@ -17,6 +17,7 @@ from typing import Any
 from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, report
 
 Spec = dict[str, Any]
+"""The specification of a run, a JSON object for ``controller_side.py``."""
 CASES: dict[str, tuple[Spec, str, float]] = {
     "answers of 4 tokens": (
         {"groups": 1024, "group_size": 4, "tokens": 4, "turns": 1, "given": 0, "episodes": 81_920},

@@ -15,6 +15,7 @@ from headrace.wings.bench.base import Report, Row, Target, at_least, at_most, re
 from headrace.wings.recipes.demo import Demo, build_demo, build_teacher
 
 STEPS, QUICK_STEPS = 80, 4
+"""The number of steps of a run, and with ``quick``."""
 EVERY = 5
 """The number of steps between two refreshments of the earlier weights."""
 LARGER = """learner.teachers=[{{kind="model", path="{teacher}"}}]"""

@@ -36,6 +36,7 @@ from headrace.sync.config import Route
 from headrace.sync.transports import make_publisher, make_receiver
 
 MAX_CONTEXT = 1024
+"""The largest number of tokens of a sequence."""
 BATCH = 64
 """The largest number of running sequences on every side."""
 
@@ -260,6 +261,7 @@ class Continuous:
 SIDES: dict[str, Callable[[str], EngineSide]] = {
     "native": Native, "fed": NativeWithSync, "generate": TransformersGenerate, "continuous": Continuous,
 }  # fmt: skip
+"""The class of each side, by its name. It is called with the directory of a model."""
 
 
 def _load_transformers(model_dir: str) -> PreTrainedModel:

@@ -24,7 +24,9 @@ from headrace.wings.bench.fleet_fakes import TOKEN_S, CountingEngine, commit_wei
 from headrace.wings.bench.fleet_kills import measure_kills
 
 ENGINES, SEQUENCES = 50, 5000
+"""The numbers of engines and of sequences in the measurement of routing."""
 PROMPT_TOKENS, GROUP = 512, 8
+"""The number of tokens of a prompt, and the number of sequences with the same prompt."""
 FLUSH = 64
 """The number of tokens of a chunk, like ``engine.flush_tokens``."""
 ROUNDS = 3
@@ -218,7 +220,7 @@ class _ReaderTotals:
     ended: int = 0
     """The number of answers that arrived with all requested tokens."""
     open: int = 0
-    """The number of sequences in flight; at the end, those that the clients cancelled."""
+    """The number of sequences in flight; at the end, the number of sequences that the clients cancelled."""
     tokens: int = 0
     """The number of received tokens."""
 

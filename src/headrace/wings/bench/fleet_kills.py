@@ -36,6 +36,7 @@ CALM_S = 20.0
 START_S, END_S = 180.0, 120.0
 """The longest time to the run's first step, and from the request to stop to the run's end, in seconds."""
 FLUSH = 4
+"""The number of tokens of a chunk."""
 SOON_S = 5.0
 """The longest time after an engine's return within which the throughput should have recovered, in seconds. Returns with
 less time until the next kill are not measured."""
@@ -52,7 +53,9 @@ SETTINGS = (
 """Overrides of the demo's run file: three engines that may be started again 1000 times, and more steps than the run
 can make during the measurement."""
 _RETURN = re.compile(r"it serves again after [\d.]+ s, (\d+) sequences (?:continued|went on)")
+"""Matches the line of the run about the return of an engine, with the number of sequences that others continued."""
 _STEP = re.compile(r"step \d+/")
+"""Matches the beginning of the line of the run about an optimizer step."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -65,6 +65,7 @@ def agent_paths(draw: Draw, *, turns: int, forks: int, prompt: int, thought: int
 
 
 SHAPES: dict[str, Callable[..., Paths]] = {"groups": group_paths, "agents": agent_paths}
+"""The functions that return the samples of a batch, by the name of the shape."""
 
 
 def paths_of(request: dict[str, Any], draw: Draw) -> Paths:
@@ -94,7 +95,7 @@ class TreeCase:
 
 
 def tree_cases(*, quick: bool) -> list[TreeCase]:
-    """Return the batches of the benchmark; with ``quick``, small ones."""
+    """Return the batches of the benchmark, with their targets; with ``quick``, small batches."""
     prompt, answer = (16, 8) if quick else (256, 128)
     turns, forks, thought, said = (4, 2, 6, 4) if quick else (20, 4, 80, 48)
     groups = {"shape": "groups", "prompt": prompt, "answer": answer}

@@ -118,6 +118,7 @@ NUM_GYM = 6000
 """The number of rows of the task of reasoning-gym that are trained."""
 NUM_GYM_HELD_OUT = 400
 GYM_WARM_STEPS = 200
+"""The number of training steps on demonstrations before the run."""
 GYM_OPTIONS: Mapping[str, Any] = {
     "min_terms": 2,
     "max_terms": 2,

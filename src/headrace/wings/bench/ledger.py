@@ -25,7 +25,9 @@ from headrace.wings.bench.base import Report, Row, at_least, at_most, report
 from headrace.wings.recipes.demo import build_demo
 
 GROUPS = 2_000
+"""The number of groups whose transitions are recorded."""
 EPISODES = 4_000
+"""The number of episodes that are recorded."""
 TOKENS = 2_000
 """The number of sampled tokens per episode."""
 TOKEN_BYTES = 12
@@ -91,7 +93,7 @@ class _NullLedger(SqliteLedger):
 
 
 def _null_ledger(config: FlowConfig, run_dir: Path) -> Ledger:
-    """Return a ledger that records nothing. The function has the signature of those that open the ledger of a run."""
+    """Return a ledger that records nothing. The function replaces a function that opens the ledger of a run."""
     return _NullLedger(IN_MEMORY, group_size=config.group_size, groups_per_step=config.groups_per_step)
 
 

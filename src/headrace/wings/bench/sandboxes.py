@@ -22,7 +22,9 @@ from headrace.wings.sandboxes.pool import SessionPool
 T = TypeVar("T")
 ROUNDS = 20
 SESSIONS = 32
+"""The number of sessions that run at once."""
 COMMANDS = 4
+"""The number of commands that each of these sessions runs."""
 TREE = "for i in $(seq 200); do mkdir -p d$((i % 20)); head -c 100000 /dev/urandom > d$((i % 20))/$i; done"
 """A command that creates a tree of 200 files, 20 MB in total."""
 WORK = "python -c 'print(sum(n * n for n in range(100_000)))'; ls -R / 2>/dev/null | head -n 2000 | wc -l"

@@ -2,10 +2,11 @@
 weights from the learner to an engine; a *codec* defines what is sent of a version, such as all weights or only their
 changes.
 
-For each transport and codec, several versions are sent, in each of which one weight in thirty has changed. Four times
-are measured: for which the learner stands still (compared with one copy of the same bytes in memory); in which the
-learner hashes, encodes and sends; in which the engine's side stages; and of the commit. Commit gaps are also measured
-in engines that decode 32 sequences. Broadcasts in buckets are compared with broadcasts of one tensor after the other.
+For each transport and codec, several versions are sent, in each of which one weight in thirty has changed. Four
+durations are measured: the time for which the learner is blocked (compared with one copy of the same bytes in memory),
+the time in which it then hashes, encodes and sends, the time in which the engine's side stages, and the commit. Commit
+gaps are also measured in engines that decode 32 sequences. Broadcasts in buckets are compared with broadcasts of one
+tensor after the other.
 """
 
 from __future__ import annotations
@@ -198,7 +199,7 @@ def _measure_combination(
 
 def _send_version(bench: _SyncBench, learner: PeerProcess, receiver: Receiver, version: int) -> dict[str, float]:
     """Publish ``version`` by the learner, and stage and commit it in the receiver. Return the seconds of each part and
-    the number of sent bytes. ``exposed_s`` is the time for which the learner stands still, and ``announce_s`` the time
+    the number of sent bytes. ``exposed_s`` is the time for which the learner is blocked, and ``announce_s`` the time
     in which it then hashes, encodes and sends."""
     to = [receiver.address] if receiver.address else []
     answer = learner.call({"do": "publish", "version": version, "slot": version % 2, "to": to})

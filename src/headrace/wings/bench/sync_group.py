@@ -135,7 +135,7 @@ def _prediction_target(name: str, ratio: float) -> Target:
 
 def _measure_round(members: GroupMembers, raw: dict[str, Any], version: int, *, predicts: bool) -> dict[str, float]:
     """Send one version over the transport, from its announcement until both engines have staged it, and then the same
-    number of bare bytes. Return the seconds of both, and the seconds for which a rank stands still for its copy. With
+    number of bare bytes. Return the seconds of both, and the seconds for which a rank is blocked by its copy. With
     ``predicts``, add the seconds that the planner predicts from rates of this machine, measured directly before and
     after the version."""
     clock = RealClock()

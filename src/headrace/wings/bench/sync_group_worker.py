@@ -94,8 +94,8 @@ class HalfLearner:
 
     @torch.no_grad()
     def _take(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Change the weights, and copy them into the slot of the request. Return the time of the copy, for which a
-        learner stands still."""
+        """Change the weights, and copy them into the slot of the request. Return the seconds of the copy, for which a
+        learner would be blocked."""
         assert self._publisher is not None
         for tensor in self._weights.values():
             tensor.view(-1)[request["version"] :: 30] *= 1 + 2**-7

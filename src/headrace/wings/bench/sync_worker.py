@@ -28,6 +28,7 @@ from headrace.sync.transports import make_publisher
 TOKEN = "benchmark"
 DEADLINE_S = 120.0
 _TIMES = 5
+"""The number of copies in memory, of which the fastest is reported."""
 
 
 class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,8 +96,8 @@ class MovingLearner:
 
     def _publish(self, request: dict[str, Any]) -> dict[str, Any]:
         """Change the weights a little and publish them, as the version and into the slot that the request names. Return
-        the time of the copy into the slot, for which a learner stands still (``exposed_s``), the time of the
-        announcement (``announce_s``), and the announcement, in seconds."""
+        the seconds of the copy into the slot, for which a learner would be blocked (``exposed_s``), the seconds of the
+        announcement (``announce_s``), and the announcement itself (``update``)."""
         assert self._publisher is not None
         self._change_weights()
         start_s = self._clock.now()
@@ -149,6 +150,7 @@ def broadcast(group: ProcessGroup, tensors: list[Tensor], how: str, *, packs: bo
 
 
 _blocks: dict[int, memoryview] = {}
+"""The blocks of memory that :func:`_block` has returned, by their size in bytes."""
 
 
 def _block(num_bytes: int) -> memoryview:

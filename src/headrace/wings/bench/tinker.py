@@ -85,7 +85,7 @@ def measure(tell: Callable[[str], None], *, quick: bool = False) -> Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Server:
-    """A server of the Tinker protocol that has answered its first request, and a client of it."""
+    """A server of the Tinker protocol that has answered its first request, and a client of this server."""
 
     client: Any
     """The ``ServiceClient`` of the package ``tinker``."""

@@ -21,7 +21,7 @@ async def graded(completion: str, answer: int) -> float:
 
 
 def small_digits(completion: str) -> float:
-    """Return the fraction of characters that are digits below 5, as a verifier that takes no time."""
+    """Return the fraction of characters that are digits below 5, at once, like a fast verifier."""
     return sum(character in "01234" for character in completion) / max(1, len(completion))
 
 

@@ -16,7 +16,7 @@ from headrace.run.observe.writers.wandb import Wandb
 
 AnyWriter = TensorBoard | Wandb | Trackio | Mlflow | Prometheus
 WRITERS = Kinds(AnyWriter, group="headrace.writers", setting="observe.writers", contract=WriterSection)
-"""Every kind of writer, those of installed packages included."""
+"""The registry of all kinds of writers, including kinds of installed packages."""
 WriterConfig = Annotated[AnyWriter, WRITERS]
 """The settings of any writer, as one entry of ``observe.writers``. ``metrics.jsonl`` is written without a writer."""
 

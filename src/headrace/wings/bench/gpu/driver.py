@@ -32,6 +32,7 @@ STAGE_PROGRAM = "headrace.wings.bench.gpu.stage"
 LOOK_S = 0.2
 """The interval, in seconds, at which the processor time of a stage's processes is read."""
 _LAST_LINES = 12
+"""The number of last lines of a stage's output that its outcome contains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

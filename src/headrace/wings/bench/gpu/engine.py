@@ -20,6 +20,7 @@ ROOFLINE = 0.6
 """The target fraction of the roofline, for the models of :data:`~.shapes.MEASURED`."""
 DTYPE = "bfloat16"
 BATCH = 256
+"""The number of sequences of a full batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,6 +30,7 @@ SIZES = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
 RULES: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "window": {"window": True}, "softcap": {"softcap": 30.0}, "sinks": {"sinks": True},
 }  # fmt: skip
+"""The kinds of attention that are checked, by name: without or with a sliding window, a soft cap, or sinks."""
 CLOSE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 """The largest acceptable difference from float64, relative to the largest number, by number format."""
 

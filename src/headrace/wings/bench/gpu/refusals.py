@@ -42,6 +42,7 @@ LEVER = {
     "learner": "in a run of your own learner.memory.offload_optimizer = true keeps 12 of 16 bytes in host memory",
     "sync": "in a run of your own a card for the engine alone, or learner.memory.offload_optimizer = true",
 }
+"""The advice, for the remedy, with which a run would fit on a smaller GPU, by stage."""
 
 
 def refuse_options(*, budget: float, vllm: str, out: Path) -> None:

@@ -88,6 +88,7 @@ _MODELS = (
 MODELS: Mapping[str, RandomModel] = {model.name: model for model in _MODELS}
 """All models by name."""
 SMALL, MIDDLE, LARGE = "qwen3-0.6b", "qwen3-1.7b", "qwen3-8b"
+"""The names of three dense models of different sizes."""
 MEASURED = ("qwen2.5-0.5b", "qwen2.5-1.5b")
 """The names of the models with targets."""
 MIXTURE, SINKS = "qwen3-30b-a3b, 8 layers", "gpt-oss-20b, 4 layers"

@@ -1,5 +1,5 @@
 """The stage ``sync``: versions from real training steps are sent from a learner on the device to an engine that decodes
-on the same device, as whole weights and as differences. The stage measures for how long both stand still, and checks
+on the same device, as whole weights and as differences. The stage measures for how long both are blocked, and checks
 that damaged bytes are refused.
 
 Learner and engine are in one process here, and exchange weights through shared memory, like the two processes of a run

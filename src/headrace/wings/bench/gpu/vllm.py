@@ -22,7 +22,9 @@ from headrace.wings.bench.gpu.shapes import MEASURED, SMALL, model_of, write_mod
 
 PROGRAM = Path(__file__).with_name("vllm_side.py")
 LOAD = Load(sequences=256, prompt=896, new=256)
+"""The requests of the comparison."""
 TINY = Load(sequences=3, prompt=12, new=4)
+"""The requests with ``--pretend``."""
 NEEDS_S = 45.0
 """The duration of the measurement of one model on a fast GPU, with vLLM's start, in seconds."""
 FAIR = 1.0
