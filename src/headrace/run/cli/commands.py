@@ -43,10 +43,10 @@ class Verb:
     """The text for ``--help``; ``None``: the docstring of the function."""
 
 
-def _describe_problem(made: Any) -> str | None:
-    """Return the end of a sentence that says why ``made``, an object that a package registered as a verb, cannot be
-    used; ``None`` where it is a :class:`Verb`."""
-    return None if isinstance(made, Verb) else f"is a {type(made).__name__}, and not a headrace.extend.Verb"
+def _describe_problem(registered: Any) -> str | None:
+    """Return the end of a sentence that says why ``registered``, an object that a package registered as a verb, cannot
+    be used; ``None`` where it is a :class:`Verb`."""
+    return None if isinstance(registered, Verb) else f"is a {type(registered).__name__}, and not a headrace.extend.Verb"
 
 
 COMMANDS = Registry[Verb](

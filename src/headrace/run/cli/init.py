@@ -47,24 +47,25 @@ def init(
 
     refuse_existing(out, force=force)
     out_console = console()
-    found = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
+    model_facts = _option_or_answer(model, "--model", "Model (a directory, or OWNER/NAME on a hub)", find_model)
     out_console.print(
-        f"model    {readable(found.path)}: context {found.context:,}, chat template: {_yes_or_no(found.chats)}"
+        f"model    {readable(model_facts.path)}: context {model_facts.context:,}, chat template: "
+        f"{_yes_or_no(model_facts.chats)}"
     )
     rows = _option_or_answer(
-        data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), found, prompt_column)
+        data, "--data", "Rows to train on (a file)", lambda path: find_data(Path(path), model_facts, prompt_column)
     )
     columns = ", ".join(map(readable, rows.columns))
     out_console.print(f"rows     {len(rows.rows):,}, columns {columns}; prompts up to {rows.longest:,} tokens")
     for note in rows.notes:
         out_console.print(f"note     {readable(note)}", style="yellow")
-    chosen, shown = _choose_reward(reward, rows, answer_column, out.parent / "reward.py")
-    if isinstance(chosen, str):
-        check_reward(chosen, rows)
-    out_console.print(f"reward   {readable(shown)}")
+    chosen_reward, description = _choose_reward(reward, rows, answer_column, out.parent / "reward.py")
+    if isinstance(chosen_reward, str):
+        check_reward(chosen_reward, rows)
+    out_console.print(f"reward   {readable(description)}")
     held_out = eval_data or _choose_held_out(rows)
     out_console.print(f"held out {readable(str(held_out)) if held_out else 'none'}")
-    FirstRun(model=found, data=rows, reward=chosen, eval_path=held_out).write(out, force=force)
+    FirstRun(model=model_facts, data=rows, reward=chosen_reward, eval_path=held_out).write(out, force=force)
     file = shlex.quote(str(out))
     out_console.print(f"written  {readable(str(out))}, and read by a dry run. Now:\n", style="bold")
     out_console.print(f"headrace train {readable(file)} --dry-run")
@@ -117,9 +118,9 @@ def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[st
             return answer, answer
         if choice.name != "file":
             return choice, f"{choice.name}: {choice.meaning}"
-        there = path.exists()
+        existed = path.exists()
         reference = write_reward(path, choice.column)
-        return reference, f"{reference}{'' if there else ', written: look at it'}"
+        return reference, f"{reference}{'' if existed else ', written: look at it'}"
 
     if given or not sys.stdin.isatty():
         return find(given or "1")
@@ -127,20 +128,22 @@ def _choose_reward(given: str, rows: Data, answers: str, path: Path) -> tuple[st
         console().print(f"  {number}  {choice.name:<6} {readable(choice.meaning)}")
     if fitting:
         return _option_or_answer("", "--reward", "Reward (a number, or file.py:function)", find, default="1")
-    own = own_rewards(path.parent, rows)
-    for line in _lines_without_fitting(rows, own, path.parent):
+    own_functions = own_rewards(path.parent, rows)
+    for line in _lines_without_fitting(rows, own_functions, path.parent):
         console().print(f"  {readable(line)}")
-    return _option_or_answer("", "--reward", "Reward (file.py:function)", find, default=own[0] if own else None)
+    return _option_or_answer(
+        "", "--reward", "Reward (file.py:function)", find, default=own_functions[0] if own_functions else None
+    )
 
 
-def _lines_without_fitting(rows: Data, own: Sequence[str], directory: Path) -> list[str]:
-    """Return the lines that explain to the user why no built-in reward fits ``rows``. ``own`` are the functions in the
-    Python files of ``directory`` that could be the reward, which the lines name."""
+def _lines_without_fitting(rows: Data, own_functions: Sequence[str], directory: Path) -> list[str]:
+    """Return the lines that explain to the user why no built-in reward fits ``rows``. ``own_functions`` are the
+    functions in the Python files of ``directory`` that could be the reward, which the lines name."""
     columns = ", ".join(rows.columns)
     return [
         f"no column of the rows ({columns}) is known to hold an expected answer or tests, so the reward has to be a "
         f"function of yours in a file: def reward(completion, {rows.columns[0]}) returns a number",
-        f"found in {directory.resolve()}: {', '.join(own) or 'no file with such a function'}",
+        f"found in {directory.resolve()}: {', '.join(own_functions) or 'no file with such a function'}",
     ]
 
 

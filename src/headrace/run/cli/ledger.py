@@ -73,8 +73,7 @@ def _show(run_dir: Path, book: Ledger, as_json: bool) -> bool:
         return conservation.holds
     out = console()
     _show_books(out, conservation)
-    made = f"{plural(len(updates), 'step')}, {plural(sum(updates.values()), 'update')} of the weights"
-    out.print(f"\n{made}")
+    out.print(f"\n{plural(len(updates), 'step')}, {plural(sum(updates.values()), 'update')} of the weights")
     if ages:
         age_table = table("\ntrained tokens, by age in versions", "age", "tokens")
         for age, tokens in ages.items():
@@ -133,18 +132,18 @@ def _replay(run_dir: Path, book: Ledger, as_json: bool) -> bool:
     from headrace.run.session.replaying import replay
 
     out = console()
-    found = replay(run_dir, book, on_progress=lambda line: None if as_json else out.print(line))
-    again = f"{plural(found.steps, 'step')} trained again"
+    result = replay(run_dir, book, on_progress=lambda line: None if as_json else out.print(line))
+    trained_again = f"{plural(result.steps, 'step')} trained again"
     if as_json:
-        print_json({**msgspec.structs.asdict(found), "first_difference": found.first_difference})
-    elif found.first_difference is None:
-        out.print(f"{again}: the weights of {plural(len(found.agree), 'version')} agree bit for bit")
+        print_json({**msgspec.structs.asdict(result), "first_difference": result.first_difference})
+    elif result.first_difference is None:
+        out.print(f"{trained_again}: the weights of {plural(len(result.agree), 'version')} agree bit for bit")
     else:
         out.print(
-            f"{again}: the weights differ from version {found.first_difference} on "
+            f"{trained_again}: the weights differ from version {result.first_difference} on "
             "(other software, settings or threads than the run's, or steps of a run that was resumed with others)"
         )
-    return found.first_difference is None
+    return result.first_difference is None
 
 
 VERB = Verb(run=ledger, group=LOOK, place=50)

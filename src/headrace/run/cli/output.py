@@ -173,7 +173,9 @@ def print_json(value: Any) -> None:
 def table(title: str, *columns: str) -> Table:
     """Return an empty table without borders, to which the caller adds rows. ``columns`` are the headings; the first
     column is aligned to the left, for text, and the others to the right, for numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False)
+    new_table = Table(
+        title=title, title_justify="left", title_style="bold", header_style="dim", box=None, pad_edge=False
+    )
     for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index == 0 else "right")
-    return made
+        new_table.add_column(column, justify="left" if index == 0 else "right")
+    return new_table

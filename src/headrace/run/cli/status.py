@@ -24,36 +24,36 @@ def status(
 ) -> None:
     """Show every process of a run, its state and version, and what each part waits for."""
     starting(f"reading {run_dir}")
-    found = look(run_dir)
+    state = look(run_dir)
     if as_json:
-        print_json(found)
+        print_json(state)
         return
     out = console()
-    steps = f"step {found['steps_done']} of {found['steps_total']}"
-    out.print(f"{readable(found['run_dir'])}: {readable(found['state'])}, {steps}", style="bold")
+    steps = f"step {state['steps_done']} of {state['steps_total']}"
+    out.print(f"{readable(state['run_dir'])}: {readable(state['state'])}, {steps}", style="bold")
     rows = table("", "role", "pid", "state", "version", "device", "restarts")
-    for part in found["components"]:
+    for part in state["components"]:
         version = "" if part["version"] is None else str(part["version"])
         restarts = str(part["restarts"] or "")
         where = " on ".join(filter(None, [part["device"], part["node"]]))
         rows.add_row(readable(part["role"]), str(part["pid"]), readable(part["state"]), version, where, restarts)
     out.print(rows)
-    if found["state"] == "running":
-        out.print(f"phase: {readable(found['phase'])}" + ("; loops:" if found["waits"] else ""))
-        for line in found["waits"]:
+    if state["state"] == "running":
+        out.print(f"phase: {readable(state['phase'])}" + ("; loops:" if state["waits"] else ""))
+        for line in state["waits"]:
             out.print(readable(line))
-    for words in found["warnings"]:
+    for words in state["warnings"]:
         out.print(f"warning: {readable(words)}", style="yellow")
-    if found["verdict"]:
-        out.print(readable(found["verdict"]))
-    for name, counts in found["rewards"].items():
+    if state["verdict"]:
+        out.print(readable(state["verdict"]))
+    for name, counts in state["rewards"].items():
         out.print(
             f"reward {readable(name)}: {counts['failed']:,} of {counts['calls']:,} calls failed; the first: "
             f"{readable(counts['first_cause'])}",
             style="yellow",
         )
-    if found["cause"]:
-        out.print(f"cause: {readable(found['cause'])}")
+    if state["cause"]:
+        out.print(f"cause: {readable(state['cause'])}")
 
 
 def _process_state(pid: int, recorded: str) -> str:

@@ -65,10 +65,10 @@ def _corrected_state(run_dir: Path) -> LiveState:
     state = _read_live_state(run_dir)
     if read_status(run_dir) is None:  # a run that starts writes its status after this state
         return state
-    found = look(run_dir)
-    if found["state"] != "running":
-        return msgspec.structs.replace(state, phase=found["state"], waits=())
-    controller = found["components"][0]
+    status = look(run_dir)
+    if status["state"] != "running":
+        return msgspec.structs.replace(state, phase=status["state"], waits=())
+    controller = status["components"][0]
     if not controller["state"].startswith("stopped"):
         return state
     words = f"the controller is {controller['state']}: what is shown here is older"

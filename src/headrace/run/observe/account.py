@@ -83,11 +83,11 @@ class Accountant:
     def spans(self, spans: Sequence[Span]) -> None:
         """Keep the spans until their time is added to the account. The spans of episodes, of which there are thousands,
         are first merged into their union, since only the time in which any episode ran is needed."""
-        kept = [span for span in spans if span.lane != EPISODES]
+        kept_spans = [span for span in spans if span.lane != EPISODES]
         episodes = union((span.start_s, span.end_s) for span in spans if span.lane == EPISODES)
-        kept += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
-        self._lanes.update(span.lane for span in kept)
-        self._spans += kept
+        kept_spans += [Span(lane=EPISODES, name="episode", start_s=start_s, end_s=end_s) for start_s, end_s in episodes]
+        self._lanes.update(span.lane for span in kept_spans)
+        self._spans += kept_spans
 
     def event(self, event: Event) -> None:
         """Do nothing: an account does not depend on events."""
@@ -162,9 +162,9 @@ class Accountant:
         waits_s = waits[0] if waits else 0.0
         working = Span(lane="learner", name="step", start_s=newest.clock_s, end_s=max(newest.clock_s, now_s - waits_s))
         waiting = Span(lane="learner", name=WAIT_BATCH, start_s=working.end_s, end_s=max(working.end_s, now_s))
-        made = account([*self._spans, working, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
+        account_of_now = account([*self._spans, working, waiting], (self._closed_s, now_s - LATE_S), self._lanes)
         return msgspec.structs.replace(
-            made,
+            account_of_now,
             generated_tokens=newest.generated_tokens - (0 if self._last is None else self._last.generated_tokens),
             trained_tokens=sum(record.trained_tokens for record in self._pending),
         )
@@ -178,9 +178,9 @@ class Accountant:
         record = steps[-1]
         del self._pending[: len(steps)]
         within = (self._closed_s, max(record.clock_s, self._closed_s))
-        made = account_of(self._spans, steps, within, self._lanes)
+        added = account_of(self._spans, steps, within, self._lanes)
         before = 0 if self._last is None else self._last.generated_tokens
-        made = msgspec.structs.replace(made, generated_tokens=record.generated_tokens - before, wasted_tokens={})
-        self._total = msgspec.structs.replace(self._total + made, wasted_tokens=dict(record.wasted_tokens))
+        added = msgspec.structs.replace(added, generated_tokens=record.generated_tokens - before, wasted_tokens={})
+        self._total = msgspec.structs.replace(self._total + added, wasted_tokens=dict(record.wasted_tokens))
         self._last, self._closed_s = record, within[1]
         self._spans = [span for span in self._spans if span.end_s > within[1]]

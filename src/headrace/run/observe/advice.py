@@ -304,8 +304,8 @@ def _advise_processors(account: Account, settings: VerdictSettings) -> str:
             f"Engine (launch.engine_threads, now {engine}), learner (launch.learner_threads, now {learner}) and "
             f"controller share {total} processors: lower one of the two, or take a machine with more."
         )
-    more = f"more than {settings.processors}" if settings.processors else "more"
-    return f"Its own processes use them: take a machine with {more}."
+    size = f"more than {settings.processors}" if settings.processors else "more"
+    return f"Its own processes use them: take a machine with {size}."
 
 
 def _advise_alternating(settings: VerdictSettings) -> str:

@@ -64,10 +64,10 @@ class JsonlWriter(Generic[R]):
 
         Raises :class:`~headrace.base.errors.RunError` where the file cannot be written, for example on a full disk.
         """
-        rest = memoryview(self._encoder.encode_lines(list(records)))
+        unwritten = memoryview(self._encoder.encode_lines(list(records)))
         try:
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            while unwritten:
+                unwritten = unwritten[self._file.write(unwritten) :]
         except OSError as error:
             raise self._write_error(error) from None
 
@@ -130,12 +130,12 @@ def read_steps(path: Path, skipped: Callable[[str], None] | None = None) -> list
     A run that was resumed from a checkpoint wrote some steps again; the later line of a step replaces the earlier one
     and all steps after it.
     """
-    kept: list[StepRecord] = []
+    valid: list[StepRecord] = []
     for record in read_jsonl(path, StepRecord, skipped):
-        while kept and kept[-1].step >= record.step:
-            kept.pop()
-        kept.append(record)
-    return kept
+        while valid and valid[-1].step >= record.step:
+            valid.pop()
+        valid.append(record)
+    return valid
 
 
 def _cut_torn_line(path: Path) -> None:

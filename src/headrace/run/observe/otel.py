@@ -47,13 +47,13 @@ def export(run: RunData, exporter: SpanExporter, where: str) -> int:
     if not steps or not run.spans:
         raise DataError(f"{run.directory} has no step with a trace", remedy="name a run that has trained a step")
     offset_s = steps[0].unix_s - steps[0].clock_s
-    made = list(_spans(run, offset_s))
-    for first in range(0, len(made), AT_ONCE):
-        if exporter.export(made[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
+    otel_spans = list(_spans(run, offset_s))
+    for first in range(0, len(otel_spans), AT_ONCE):
+        if exporter.export(otel_spans[first : first + AT_ONCE]) is not SpanExportResult.SUCCESS:
             raise ConfigError(
                 f"{where} has not taken the spans after the first {first}", remedy="is a collector listening there?"
             )
-    return len(made)
+    return len(otel_spans)
 
 
 def _spans(run: RunData, offset_s: float) -> Iterator[Any]:

@@ -43,13 +43,13 @@ def lives(steps: Sequence[StepRecord]) -> list[list[StepRecord]]:
 
     A life without a step leaves no record, so the result is empty for a run without a step.
     """
-    found: list[list[StepRecord]] = []
+    lives_so_far: list[list[StepRecord]] = []
     for step in steps:
-        before = found[-1][-1] if found else None
+        before = lives_so_far[-1][-1] if lives_so_far else None
         if before is None or step.clock_s < before.clock_s or step.wall_s < before.wall_s:
-            found.append([])
-        found[-1].append(step)
-    return found
+            lives_so_far.append([])
+        lives_so_far[-1].append(step)
+    return lives_so_far
 
 
 def last_life(steps: Sequence[StepRecord]) -> list[StepRecord]:
@@ -171,9 +171,9 @@ def run_name(directory: Path, config: Mapping[str, Any]) -> str:
     >>> run_name(Path("/runs/sums/run"), {}), run_name(Path("/runs/sums"), {"run": {"name": "first try"}})
     ('sums/run', 'first try')
     """
-    table = config.get("run")
-    given = table.get("name") if isinstance(table, dict) else None
-    return visible(str(given or _short_name(directory.resolve())))
+    section = config.get("run")
+    configured_name = section.get("name") if isinstance(section, dict) else None
+    return visible(str(configured_name or _short_name(directory.resolve())))
 
 
 def run_about(config: Mapping[str, Any]) -> str:
@@ -186,8 +186,8 @@ def run_about(config: Mapping[str, Any]) -> str:
     tables = {name: table for name, table in config.items() if isinstance(table, dict)}
     settings = (("model", "path"), ("data", "path"), ("env", "entry"), ("env", "reward"))
     values = [tables.get(section, {}).get(key) for section, key in settings]
-    known = [value for value in values if isinstance(value, str) and value]
-    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in known))
+    names = [value for value in values if isinstance(value, str) and value]
+    return visible(" · ".join(called(value) if is_hub_name(value) else _short_name(Path(value)) for value in names))
 
 
 def _short_name(path: Path) -> str:

@@ -111,15 +111,15 @@ def judge(account: Account, settings: VerdictSettings = UNKNOWN) -> RunVerdict:
     """
     bound = bound_of(account, settings)
     frac = _cost_of_bound(bound, account)
-    most, next_one = _largest_rate(bound, frac, account)
+    max_rate, next_one = _largest_rate(bound, frac, account)
     rate = account.per_second(account.trained_tokens)
-    promised = rate > 0 and rate < most < MAX_PROMISED_GAIN * rate
+    promised = rate > 0 and rate < max_rate < MAX_PROMISED_GAIN * rate
     return RunVerdict(
         bound=bound,
         frac=frac,
-        most_tok_s=most if promised else 0.0,
+        most_tok_s=max_rate if promised else 0.0,
         finding=_finding_in_words(bound, account),
-        gain=_gain_in_words(bound, (rate, most), next_one) if promised else "",
+        gain=_gain_in_words(bound, (rate, max_rate), next_one) if promised else "",
         advice=advise(bound, account, settings),
         besides=_other_losses(bound, account),
     )

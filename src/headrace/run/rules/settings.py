@@ -216,8 +216,8 @@ def _too_few_versions(c: RunSections) -> Broken:
     """Return the number of old versions that the learner keeps and the greatest age of a token, if ``algo.old =
     "sampled"`` and the learner keeps too few versions; else false. ``sampled`` compares each token with the weights
     that sampled it."""
-    held = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
-    return c.algo.old == "sampled" and held < c.flow.greatest_age and {"held": held, "age": c.flow.greatest_age}
+    num_kept = c.learner.old.versions if isinstance(c.learner.old, SampledVersions) else 0
+    return c.algo.old == "sampled" and num_kept < c.flow.greatest_age and {"held": num_kept, "age": c.flow.greatest_age}
 
 
 def _no_teacher(c: RunSections) -> Broken:

@@ -106,9 +106,9 @@ def _name_recipe_settings(error: ConfigError, settings: Mapping[str, Any], tree:
     """Add to the text of ``error`` a list of the settings in it that come from the recipe ``like``, since the user does
     not find these in the run file. ``settings`` is the recipe's tree, and ``tree`` the merged tree that was refused."""
     from_recipe = {f"{path}={value!r}" for path, value in leaves(settings).items() if path in str(error)}
-    kept = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
-    if kept:
-        error.problem += f" (the recipe {like!r} says {', '.join(kept)})"
+    named = sorted(from_recipe & {f"{path}={value!r}" for path, value in leaves(tree).items()})
+    if named:
+        error.problem += f" (the recipe {like!r} says {', '.join(named)})"
         error.remedy += ", or take another recipe"
 
 
@@ -298,9 +298,12 @@ def with_recorded_models(config: RunConfig, settings: Path) -> RunConfig:
         recorded = json.loads(settings.read_text(encoding="utf-8"))
     except (OSError, ValueError):  # a run that cannot be resumed is refused later, when its directory is locked
         return config
-    known = {setting: str(path) for setting, path in _model_paths(recorded)}
+    recorded_paths = {setting: str(path) for setting, path in _model_paths(recorded)}
     return _with_changed_paths(
-        config, lambda setting, path: known[setting] if same_repository(path, known.get(setting, "")) else path
+        config,
+        lambda setting, path: (
+            recorded_paths[setting] if same_repository(path, recorded_paths.get(setting, "")) else path
+        ),
     )
 
 
@@ -314,18 +317,18 @@ def _with_changed_paths(config: RunConfig, change: Change) -> RunConfig:
     """Return the settings with the result of ``change(setting's name, path)`` in place of the path of every model,
     validated again if a path has changed."""
     tree = config.model_dump(mode="json")
-    found = with_models(tree, change)
-    return config if found == tree else validate(RunConfig, found)
+    changed = with_models(tree, change)
+    return config if changed == tree else validate(RunConfig, changed)
 
 
 def _model_paths(tree: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the name and the value of each setting in ``tree`` whose value is the path or hub name of a model."""
-    found: list[tuple[str, str]] = []
+    paths: list[tuple[str, str]] = []
 
     def note(setting: str, path: str) -> str:
         """Add a setting and its path to ``found``, and return the path unchanged."""
-        found.append((setting, path))
+        paths.append((setting, path))
         return path
 
     with_models(tree, note)
-    return found
+    return paths

@@ -98,8 +98,8 @@ class HeldDirectory:
         A directory whose state cannot be read, for example on a network file system that stalls, does not count as
         lost.
         """
-        mine = os.fstat(self._descriptor)
-        if _identity(self.path / LOCK_FILE) not in ((mine.st_dev, mine.st_ino), None):
+        lock_stat = os.fstat(self._descriptor)
+        if _identity(self.path / LOCK_FILE) not in ((lock_stat.st_dev, lock_stat.st_ino), None):
             raise self._loss_error()
         path = self.path / SQLITE_FILE
         found = _identity(path)
@@ -129,11 +129,11 @@ class HeldDirectory:
         """Return the present path of a directory that was moved; ``None`` where it was removed, or where the operating
         system cannot report the path (other systems than Linux)."""
         try:
-            mine = os.fstat(self._descriptor)
+            lock_stat = os.fstat(self._descriptor)
             now = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
         except OSError:
             return None
-        return now.parent if _identity(now) == (mine.st_dev, mine.st_ino) else None
+        return now.parent if _identity(now) == (lock_stat.st_dev, lock_stat.st_ino) else None
 
 
 _MISSING_FILE = (-1, -1)

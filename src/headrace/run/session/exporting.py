@@ -136,18 +136,18 @@ def _adapter_directory(source: Path, agent: str) -> Path:
     policy's adapter (``agent`` is ``policy``) and where agents have no adapters (``agent`` is empty). Raises
     :class:`~headrace.base.errors.ConfigError` for an unknown agent, and for no agent where there are several
     adapters."""
-    found = sorted(path.name for path in (source / AGENTS).glob("*"))
-    known = [POLICY, *found] if found else []
-    if known and not agent:
+    agents = sorted(path.name for path in (source / AGENTS).glob("*"))
+    choices = [POLICY, *agents] if agents else []
+    if choices and not agent:
         raise ConfigError(
-            f"{source} holds an adapter for each of {', '.join(known)}",
-            remedy=f"say which: --agent {found[0]}",
+            f"{source} holds an adapter for each of {', '.join(choices)}",
+            remedy=f"say which: --agent {agents[0]}",
         )
-    if agent and agent not in known:
-        if not known:
+    if agent and agent not in choices:
+        if not choices:
             raise ConfigError(f"--agent {agent}: {source} holds no adapters of agents", remedy="leave --agent out")
-        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, known))
-    return source / AGENTS / agent if agent in found else source
+        raise ConfigError(f"--agent {agent}: {source} holds none of that name", remedy=nearest(agent, choices))
+    return source / AGENTS / agent if agent in agents else source
 
 
 def _find_source(where: Path) -> Path:

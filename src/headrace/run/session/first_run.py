@@ -139,22 +139,22 @@ def fitting_rewards(data: Data, answers: str = "") -> list[RewardChoice]:
     where there is neither an expected answer nor tests. ``answers`` names the column of the expected answer; where it
     is empty, :func:`answer_column` finds the column."""
     answers = answers or answer_column(data)
-    found: list[RewardChoice] = []
+    choices: list[RewardChoice] = []
     if answers:
-        found = [
+        choices = [
             RewardChoice(name="file", column=answers, meaning=f"a file to change, which compares with {answers!r}"),
             RewardChoice(name="exact", column=answers, meaning=f"1 where the whole answer is that of {answers!r}"),
         ]
         extra = "" if find_spec("math_verify") else " (pip install 'headrace[math]')"
         meaning = f"1 where the last formula or number is worth what {answers!r} is{extra}"
-        found.append(RewardChoice(name="math", column=answers, meaning=meaning))
+        choices.append(RewardChoice(name="math", column=answers, meaning=meaning))
     tests = next((name for name in TESTS if name in data.columns), "")
     if tests:
         code = RewardChoice(
             name="code", column=tests, meaning=f"the share of {tests!r} that its code passes, sandboxed"
         )
-        found.insert(0 if not answers else len(found), code)
-    return found
+        choices.insert(0 if not answers else len(choices), code)
+    return choices
 
 
 def check_reward(reference: str, data: Data) -> None:
@@ -172,15 +172,15 @@ def check_reward(reference: str, data: Data) -> None:
 def own_rewards(directory: Path, data: Data) -> list[str]:
     """Return ``file.py:function`` for up to :data:`NUM_FOUND` functions in ``directory`` that could be the reward: they
     have a parameter for completions, and their other parameters are columns of the rows. No file is imported."""
-    found: list[str] = []
+    references: list[str] = []
     for path in sorted(directory.glob("*.py")):
         for name in _functions_in(path):
             with suppress(HeadraceError):
                 check_reward(f"{path}:{name}", data)
-                found.append(f"{path}:{name}")
-        if len(found) >= NUM_FOUND:
+                references.append(f"{path}:{name}")
+        if len(references) >= NUM_FOUND:
             break
-    return found[:NUM_FOUND]
+    return references[:NUM_FOUND]
 
 
 def _functions_in(path: Path) -> list[str]:
@@ -190,8 +190,8 @@ def _functions_in(path: Path) -> list[str]:
         tree = ast.parse(path.read_bytes())
     except (OSError, ValueError, SyntaxError):
         return []
-    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-    return [name for name in defined if not name.startswith("_")]
+    names = [node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    return [name for name in names if not name.startswith("_")]
 
 
 def held_out_beside(path: Path) -> Path | None:

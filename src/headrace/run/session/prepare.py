@@ -139,9 +139,9 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     Raises :class:`~headrace.base.errors.ConfigError`, :class:`~headrace.base.errors.DataError`,
     :class:`~headrace.base.errors.ModelError` or :class:`~headrace.base.errors.EnvError`.
     """
-    named = _with_absolute_entry(_with_reward(config, inputs))
-    _refuse_missing_modules(named)
-    config = with_local_models(named, weights=False)
+    with_references = _with_absolute_entry(_with_reward(config, inputs))
+    _refuse_missing_modules(with_references)
+    config = with_local_models(with_references, weights=False)
     agents = frozen_agents(config)
     gpus = num_gpus() if inputs.gpus is None else inputs.gpus
     teachers = config.learner.served_teachers if training else {}
@@ -172,7 +172,7 @@ def prepare(config: RunConfig, inputs: Inputs, *, training: bool = True, weights
     refuse(ROWS, config, facts)
     refuse_misfits(config, facts.context)
     if weights:  # last, since it may take long: all other errors have been reported by now
-        with_local_models(named)
+        with_local_models(with_references)
     if training and config.sync.deadline_s is not None:
         refuse_short_deadline(config.sync, _version_bytes(config), RealClock())
     return Prepared(

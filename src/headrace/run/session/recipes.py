@@ -59,10 +59,10 @@ class Recipe:
     """The settings of the recipe as TOML text."""
 
 
-def _describe_problem(made: Any) -> str | None:
-    """Return the end of a sentence that says why ``made``, an object that a package registered as a collection of
+def _describe_problem(registered: Any) -> str | None:
+    """Return the end of a sentence that says why ``registered``, an object that a package registered as a collection of
     recipes, cannot be used; ``None`` if it is a function."""
-    return None if callable(made) else "cannot be called"
+    return None if callable(registered) else "cannot be called"
 
 
 COLLECTIONS = Registry[Callable[[], Mapping[str, Recipe]]](
@@ -74,25 +74,25 @@ COLLECTIONS = Registry[Callable[[], Mapping[str, Recipe]]](
 def read_recipes(package: str) -> dict[str, Recipe]:
     """Return the recipes in the folder of the Python package ``package``, by name. Each file ``NAME.toml`` is a
     recipe."""
-    found = [
+    all_recipes = [
         _parse_recipe(entry.name.removesuffix(".toml"), entry.read_text(encoding="utf-8"))
         for entry in files(package).iterdir()
         if entry.name.endswith(".toml")
     ]
-    return {each.name: each for each in found}
+    return {each.name: each for each in all_recipes}
 
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
     """Return all recipes by name, the default first. A collection that cannot be loaded is left out, with a warning
     that names its package."""
-    found: dict[str, Recipe] = {}
+    by_name: dict[str, Recipe] = {}
     for collection in COLLECTIONS:
         try:
-            found = {**COLLECTIONS.load(collection)(), **found}
+            by_name = {**COLLECTIONS.load(collection)(), **by_name}
         except ConfigError as error:
             log.warning("%s; %s", error.problem, error.remedy)
-    return {each.name: each for each in sorted(found.values(), key=lambda each: (each.name != "default", each.name))}
+    return {each.name: each for each in sorted(by_name.values(), key=lambda each: (each.name != "default", each.name))}
 
 
 def recipe(name: str) -> Recipe:

@@ -397,14 +397,14 @@ def _turns_differ(now: Turn, then: Turn) -> str:
     """Return in words the first difference between the tokens, versions and logprobs of a turn in the replay, ``now``,
     and in the recorded run, ``then``; an empty string if they are equal bit for bit."""
     length, other = len(now.tokens), len(then.tokens)
-    both = min(length, other)
+    common_length = min(length, other)
     for name, mine, theirs in (
         ("is token", now.tokens.ids_T, then.tokens.ids_T),
         ("is of version", now.tokens.versions_T, then.tokens.versions_T),
         ("has the logprob", now.tokens.logprobs_T, then.tokens.logprobs_T),
     ):
         # compared as integers: bits must be equal, and a NaN is equal to itself
-        differing = np.flatnonzero(mine[:both].view(np.int32) != theirs[:both].view(np.int32))
+        differing = np.flatnonzero(mine[:common_length].view(np.int32) != theirs[:common_length].view(np.int32))
         if len(differing):
             at = int(differing[0])
             return f"position {at} {name} {mine[at]!s}, and {theirs[at]!s}"

@@ -100,13 +100,13 @@ def replay(run_dir: Path, ledger: Ledger, on_progress: Callable[[str], None] = l
 def _load_columns(batch: Batch, directory: Path) -> Batch:
     """Return a copy of ``batch`` that contains the kept-sets and experts from the store in ``directory``, to which it
     has references. Raises :class:`~headrace.base.errors.StoreError` if they cannot be read."""
-    found, lost = read_batch(batch, StoreReader(directory))
+    complete, lost = read_batch(batch, StoreReader(directory))
     if lost:
         raise StoreError(
             f"step {batch.step} cannot be trained again: {next(iter(lost.values())).problem}",
             remedy="a replay needs the folder 'columns' of the run's directory whole: flow.columns.keep = 'always'",
         )
-    return found
+    return complete
 
 
 def _route(config: RunConfig, scratch: Path) -> Route:

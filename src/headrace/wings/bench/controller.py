@@ -94,10 +94,12 @@ def measure(on_progress: Callable[[str], None], quick: bool = False, before: str
 def _run(python: str, spec: Spec) -> Row:
     """Run ``spec`` in a new process of the interpreter ``python``, and return the figures of this run."""
     with as_file(files("headrace.wings.bench") / "controller_side.py") as side:
-        made = subprocess.run(
+        process = subprocess.run(
             [python, str(side), json.dumps(spec)], capture_output=True, text=True, timeout=TIMEOUT_S, check=False
         )
-    if made.returncode:
-        raise RuntimeError(f"the controller of {python} ended with status {made.returncode}: {made.stderr[-2000:]}")
-    figures: Row = json.loads(made.stdout.splitlines()[-1])
+    if process.returncode:
+        raise RuntimeError(
+            f"the controller of {python} ended with status {process.returncode}: {process.stderr[-2000:]}"
+        )
+    figures: Row = json.loads(process.stdout.splitlines()[-1])
     return figures

@@ -97,8 +97,8 @@ def memory_bytes(which: str) -> int:
     """
     status = Path("/proc/self/status")
     if not status.exists():
-        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return most if sys.platform == "darwin" else most * 1024
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
     lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
     return int(lines[which].split()[0]) * 1024
 

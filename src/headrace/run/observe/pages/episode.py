@@ -147,16 +147,16 @@ def _tokens(turn: Turn, decode: Decode) -> Iterator[str]:
     ids, tokens = turn.tokens.ids_T.tolist(), turn.tokens
     start = 0
     for end in range(1, len(ids) + 1):
-        spelled = decode(ids[start:end])
+        decoded = decode(ids[start:end])
         # the replacement character means that the bytes of a character are not complete: add the next token
-        if "\ufffd" in spelled and end - start < _LONGEST_CHARACTER and end < len(ids):
+        if "\ufffd" in decoded and end - start < _LONGEST_CHARACTER and end < len(ids):
             continue
         worst = float(tokens.logprobs_T[start:end].min())
         details = ", ".join(
             f"{ids[place]}: logprob {float(tokens.logprobs_T[place]):.4g}, version {int(tokens.versions_T[place])}"
             for place in range(start, end)
         )
-        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(spelled)}</span>"
+        yield f"<span class='{_level(worst)}' title='{text(details)}'>{text(decoded)}</span>"
         start = end
 
 

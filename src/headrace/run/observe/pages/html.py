@@ -19,9 +19,9 @@ def text(value: object, limit: int = LONGEST) -> str:
     >>> text("<b>\\x1b[31m\\n")
     '&lt;b&gt;\\\\x1b[31m\\n'
     """
-    whole = str(value)
-    shown = "\n".join(visible(line, limit) for line in whole[:limit].split("\n"))
-    return html.escape(shown + ("…" if len(whole) > limit else ""), quote=True)
+    full_text = str(value)
+    visible_text = "\n".join(visible(line, limit) for line in full_text[:limit].split("\n"))
+    return html.escape(visible_text + ("…" if len(full_text) > limit else ""), quote=True)
 
 
 def figure(value: float | None) -> str:

@@ -44,20 +44,20 @@ def index_page(
     """Return the whole HTML index page of an evaluation. ``title`` is its heading, ``figures`` are the results, and
     ``notes`` are warnings, shown above the results. ``tasks`` has the attempts at each task, in order; at most
     :data:`MAX_TASKS` tasks are listed."""
-    listed = tasks[:MAX_TASKS]
+    shown_tasks = tasks[:MAX_TASKS]
     rows = "".join(
         f"<tr><td>{number + 1}</td><td>{figure(_mean(attempts))}</td>"
         f"<td class='left'>{' '.join(map(_attempt, attempts))}</td></tr>"
-        for number, attempts in enumerate(listed)
+        for number, attempts in enumerate(shown_tasks)
     )
-    more = f"<p class='faint'>{len(tasks) - len(listed)} more tasks are in episodes.jsonl.</p>"
+    more = f"<p class='faint'>{len(tasks) - len(shown_tasks)} more tasks are in episodes.jsonl.</p>"
     body = [
         f"<p class='brand'>headrace eval</p><h1>{text(title, 500)}</h1>",
         *(f"<p class='bad'>{text(note, 2000)}</p>" for note in notes),
         f"<dl class='cards'>{''.join(map(_card, figures))}</dl>",
         "<section><h2>Attempts</h2><div class='wide'><table><thead><tr><th>task</th><th>mean reward</th>"
         f"<th class='left'>attempts</th></tr></thead><tbody>{rows}</tbody></table></div>",
-        more if len(tasks) > len(listed) else "",
+        more if len(tasks) > len(shown_tasks) else "",
         "</section>",
     ]
     return page(f"{title} · headrace eval", "\n".join(filter(None, body)))
