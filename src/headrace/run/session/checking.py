@@ -68,7 +68,7 @@ _VARIABLE_PARTS = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^/\s'\":]+|\
 
 
 class Level(StrEnum):
-    """The severity of a finding: no problem, a problem to consider, or a problem that no run could bear."""
+    """The severity of a finding: no problem, a problem to consider, or a problem that prevents a run."""
 
     OK = "ok"
     WARN = "warn"
@@ -323,15 +323,15 @@ def _findings(
     if first.reason == trial.UNUSABLE:
         return [EnvFinding(clause="it can be loaded", level=Level.FAIL, detail=first.problem)]
     checks: list[Callable[[], EnvFinding | None]] = [
-        lambda: _is_loaded(kind, attempts),
-        lambda: _episodes_end(attempts),
-        lambda: _ends_by_itself(attempts),
-        lambda: _rewards_are_numbers(kind, attempts),
-        lambda: _rewards_differ(attempts),
-        lambda: _is_repeatable(kind, attempts),
-        lambda: _does_not_block(blocking, attempts) if kind != "program" else _is_separate(),
-        lambda: _can_be_copied(attempts) if kind == "env" else None,
-        lambda: _tools_are_described(attempts),
+        lambda: _check_loading(kind, attempts),
+        lambda: _check_ends(attempts),
+        lambda: _check_end_by_itself(attempts),
+        lambda: _check_reward_values(kind, attempts),
+        lambda: _check_reward_differences(attempts),
+        lambda: _check_repeatability(kind, attempts),
+        lambda: _check_blocking(blocking, attempts) if kind != "program" else _check_isolation(),
+        lambda: _check_copies(attempts) if kind == "env" else None,
+        lambda: _check_tool_descriptions(attempts),
     ]
     return [finding for check in checks if (finding := check()) is not None]
 
@@ -344,8 +344,8 @@ def _finding(clause: str, problems: Sequence[str], passed: str, level: Level = L
     return EnvFinding(clause=clause, level=level, detail="; ".join(problems[:MOST_SHOWN]) + more)
 
 
-def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
-    """Check that the file was loaded, for which the worker sends a report. A program must make a request or end."""
+def _check_loading(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+    """Check that the worker has loaded the file; a program must have made a request, or ended without an error."""
     if kind != "program":
         return _finding("it can be loaded", [], f"in {attempts[0].report.load_s:.2f} s")
     ended = [attempt for attempt in attempts if attempt.model.requests or not attempt.reason]
@@ -353,13 +353,13 @@ def _is_loaded(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("it can be started", problems, "it asked the model" if ended else "")
 
 
-def _is_separate() -> EnvFinding:
+def _check_isolation() -> EnvFinding:
     """Check that the programs of episodes run isolated from each other on this machine; warn if they do not."""
     passed = "each runs in a user namespace of its own"
     return _finding("its episodes cannot read one another's keys", exposed_here(), passed, Level.WARN)
 
 
-def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+def _check_ends(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all episodes ended without an error and made at least one request to the model."""
     failures = [attempt for attempt in attempts if attempt.cause]
     first = {attempt.cause: attempt for attempt in reversed(failures)}
@@ -376,7 +376,7 @@ def _episodes_end(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("its episodes end without an error", problems, f"{len(attempts)} did")
 
 
-def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_end_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that no episode requested more than :data:`MAX_ANSWERS` answers; ``None`` if the last was aborted."""
     if attempts[-1].reason in _FATAL_REASONS:
         return None
@@ -387,7 +387,7 @@ def _ends_by_itself(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     return _finding("it ends whatever the model says", problems, f"after at most {most} answers") if most else None
 
 
-def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_reward_values(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that every episode earned a number; ``None`` if no episode got as far as a reward."""
     judged = [attempt for attempt in attempts if attempt.reason in ("", "reward_none", "reward_nan")]
     if not judged:
@@ -406,7 +406,7 @@ def _rewards_are_numbers(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvF
     return _finding("rewards are numbers", problems, counted if left_out else "every one", level)
 
 
-def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_reward_differences(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that rewards differ, since equal rewards teach a model nothing; ``None`` for fewer than two rewards."""
     rewards = [attempt.reward for attempt in attempts if attempt.reward is not None]
     if len(rewards) < 2:
@@ -424,7 +424,7 @@ def _rewards_differ(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     return _finding("rewards differ", problems, f"from {low:g} to {high:g}", Level.WARN)
 
 
-def _is_repeatable(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_repeatability(kind: str, attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that episodes repeated with the same seed are equal to their first run; ``None`` without repeated ones."""
     pairs = [(one, two) for one, two in itertools.pairwise(attempts) if two.again and one.reason != "env_error"]
     if not pairs:
@@ -467,7 +467,7 @@ def _short(value: object) -> str:
     return repr(text if len(text) <= 80 else text[:80] + "…")
 
 
-def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+def _check_blocking(blocking: Sequence[tuple[int, str, str]], attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that async code does not block its worker's event loop, by its source (``blocking``) and by its lags."""
     problems = [
         f"line {line}: {called}() in async def {function}: await what waits, or asyncio.to_thread({called}, ...)"
@@ -484,7 +484,7 @@ def _does_not_block(blocking: Sequence[tuple[int, str, str]], attempts: Sequence
     return _finding("async code does not block", problems, f"nobody waited longer than {lag_s * 1e3:.0f} ms")
 
 
-def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
+def _check_copies(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     """Check that all attributes of the environment can be copied, which forking an episode requires; warn if not."""
     uncopyable = [attempt.report.uncopyable for attempt in attempts if attempt.report.uncopyable]
     problems = (
@@ -495,7 +495,7 @@ def _can_be_copied(attempts: Sequence[_CheckedEpisode]) -> EnvFinding:
     return _finding("its state can be copied", problems, "every attribute", Level.WARN)
 
 
-def _tools_are_described(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
+def _check_tool_descriptions(attempts: Sequence[_CheckedEpisode]) -> EnvFinding | None:
     """Check that tools and their arguments have types and descriptions; ``None`` if no tool was offered."""
     tools = {name: tool for attempt in attempts for name, tool in attempt.model.tools.items()}
     if not tools:
