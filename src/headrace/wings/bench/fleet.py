@@ -106,8 +106,7 @@ def _measure_routing() -> Row:
         return clock.now() - start_s
 
     async def main() -> Row:
-        """Return the row of the report. The time that the fleet adds to a chunk is the difference to engines that are
-        called directly."""
+        """Return the row of the report, by comparing the fleet with engines that are called directly."""
         engines = [
             CountingEngine(name=f"engine-{place}", flush=FLUSH, on_request=on_request) for place in range(ENGINES)
         ]
