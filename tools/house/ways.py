@@ -58,7 +58,7 @@ TOKEN = (
     Hop("engine/fleet/routed", "RoutedRequest.on_chunk", "replace"),
     # the turn, to the batch
     Hop("rollout/siblings", "_Answer.turns", "Turn", "Turn"),
-    Hop("rollout/siblings", "SiblingRunner._ended", "EpisodeGraph", "EpisodeGraph"),
+    Hop("rollout/siblings", "SiblingRunner._finish", "EpisodeGraph", "EpisodeGraph"),
     Hop("control/loops/rollout", "RolloutLoop._run_together", "put"),
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),

@@ -19,7 +19,8 @@ __all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilte
 
 
 def parser_for(name: str, template: str) -> Parser:
-    """Return the parser with this name; for ``auto``, the one that matches the text of the chat ``template``."""
+    """Return a new parser of the kind ``name``. For ``auto``, the kind is chosen by the text of the chat
+    ``template``."""
     if name == "auto":
         name = "hermes" if "<tool_call>" in template else "json"
     return PARSERS.load(name)()

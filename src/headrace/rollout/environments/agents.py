@@ -1,4 +1,4 @@
-"""Settings of agents: which weights answer under which name.
+"""Settings of the agents of an episode (``[[env.agents]]``): which weights answer under which agent name.
 
 agent="solver"     any name                    the policy under training, or an adapter of the agent's own beside it
 agent="solver/2"   another one of that role    the same policy, the same baseline, a reward of its own

@@ -1,4 +1,5 @@
-"""Graders made of plain functions of one completion: their failures become records."""
+"""Graders that call a plain function for one completion. Errors of the function become failures in the returned
+scores."""
 
 from __future__ import annotations
 
@@ -14,28 +15,30 @@ from headrace.rollout.scoring.base import CallTimes, ContextField, Scores
 
 
 class Unscorable(HeadraceError):
-    """A completion cannot be scored for a reason outside of it: the row lacks a value, or a judge cannot be reached."""
+    """A completion cannot be scored for a reason other than its text: for example, the row lacks a value, or a judge
+    cannot be reached."""
 
 
 class BlockingGrader:
-    """A grader of single completions that calls a computing function in a thread, so that the event loop of the scoring
-    worker is not blocked."""
+    """A grader of single completions that calls its function in a thread, so that the event loop of the scoring worker
+    is not blocked."""
 
     by_group = False
     wants: frozenset[ContextField] = frozenset()
 
     def __init__(self, grade: Callable[[ScoreCompletions], float | None], executor: ThreadPoolExecutor) -> None:
-        """Make the grader of ``grade``, which returns the reward of a request's only completion; ``None``: no
-        reward."""
+        """Create a grader that calls ``grade`` in threads of ``executor``. ``grade`` returns the reward of a request's
+        only completion; ``None`` means no reward."""
         self._grade = grade
         self._executor = executor
         self.times = CallTimes()
 
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
-        """Grade the completion of ``request`` in a thread, and return its scores; ``on_start`` is called when the
-        thread begins."""
+        """Grade the completion of ``request`` in a thread and return its scores. ``on_start`` is called when the thread
+        begins."""
 
         def call() -> float | None:
+            """Report that the call begins, and return its result."""
             on_start()
             with self.times.measured():
                 return self._grade(request)
@@ -44,7 +47,7 @@ class BlockingGrader:
 
 
 async def as_scores(grading: Awaitable[float | None]) -> Scores:
-    """Return the result of grading one completion as scores: every error, and a number that is not finite, becomes a
+    """Await the reward of one completion and return it as scores. An error, or a number that is not finite, becomes a
     failure."""
     try:
         value = await grading
@@ -53,16 +56,16 @@ async def as_scores(grading: Awaitable[float | None]) -> Scores:
     except BaseException as error:
         if being_cancelled():
             raise
-        words = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
-        return Scores(rewards=(), failure=f"reward_error: {words}")
+        details = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
+        return Scores(rewards=(), failure=f"reward_error: {details}")
     if value is not None and not math.isfinite(value):
         return Scores(rewards=(), failure=f"reward_nan: returned {value}")
     return Scores(rewards=(value,))
 
 
 def column(request: ScoreCompletions, name: str) -> object:
-    """Return the value of the column ``name`` in the row of a request. Raises :class:`Unscorable` if the row has no
-    such column."""
+    """Return the value of the column ``name`` in the request's row. Raises :class:`Unscorable` if the row has no such
+    column."""
     if name not in request.row:
         raise Unscorable(
             f"the row has no column {name!r} (it has: {', '.join(request.row)})", remedy="name the column that it has"
