@@ -492,7 +492,7 @@ def _event(monitor: zmq.Socket[bytes]) -> int:
 def _end_process_group() -> None:
     """Kill this process and all processes of its group at once: the default when the connection to the controller
     breaks, since no order would reach this part any more."""
-    sys.stderr.write("the connection to the controller is broken: this process addresses\n")
+    sys.stderr.write("the connection to the controller is broken: this process ends\n")
     sys.stderr.flush()
     os.killpg(0, signal.SIGKILL)
 
