@@ -50,7 +50,7 @@ TOKEN = (
     Hop("engine/native/rows", "Rows.flush", "TokenChunk", "TokenChunk"),
     Hop("engine/native/rows", "ChunkBuilder._flush", "flush"),
     Hop("launch/hosts/engine", "EngineHost._report", "send"),
-    Hop("launch/channel", "ControllerChannel.receive", "_decoded"),
+    Hop("launch/channel", "ControllerChannel.receive", "_decode"),
     Hop("launch/clients/peer", "Peer._route", "handle"),
     Hop("launch/clients/engine", "EngineClient.handle", "put"),
     Hop("launch/clients/streams", "SiblingArrivals.add", "append"),

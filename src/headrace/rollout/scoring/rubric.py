@@ -21,8 +21,7 @@ twice as long as the pause before."""
 
 
 class Graders(Scorer, Protocol):
-    """The pool of scoring workers of one component. :class:`~headrace.launch.clients.scoring.ScoringPool` implements
-    it."""
+    """The pool of scoring workers of one component, as a rubric uses it."""
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
