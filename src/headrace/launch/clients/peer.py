@@ -189,9 +189,6 @@ class ForeignPeer(Peer):
     """The controller's client of a process that runs user code. After the process is ready, none of its messages ends
     the run. A process that breaks the protocol is killed and treated like a process that has died."""
 
-    protocol_violation = ""
-    """The message by which the process broke the protocol; empty if it did not."""
-
     async def listen(self) -> None:
         """Receive messages until the process ends. A message that breaks the protocol is recorded as a failure of this
         process, and does not end the run."""
