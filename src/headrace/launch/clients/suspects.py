@@ -63,7 +63,6 @@ class OneByOne:
     def forget(self, call: PoolCall) -> None:
         """Do nothing: this policy stores no records of calls."""
 
-
     async def _make_alone(self, pool: WorkerPool[Any, Any, Any], call: PoolCall) -> Any:
         """Execute ``call`` alone in the additional worker. Return the answer, or the reason of the loss if the worker
         has ended because of the call."""
