@@ -6,7 +6,7 @@ controller ──orders──▶ engine     makes steps                ◀─┐
     │      ──orders──▶ agent-x    an engine with fixed weights of its own, for an agent of the environment
     │      ──orders──▶ teacher-x  an engine with fixed weights of its own, which scores sampled tokens
     │      ──orders──▶ learner    trains, fills the buffers  ──┘ two weight buffers, by default in shared memory
-    │                  learner-n  its other ranks, which get the orders from it
+    │                  learner-n  its other ranks, which receive the orders from it
     │      ──orders──▶ scorer-n   calls the reward function
     │      ──orders──▶ rollout-n  runs episodes, with ``launch.rollouts``
     └── holds a pipe to each process: when the controller dies, they die
@@ -306,7 +306,7 @@ def _teacher_clients(order: LaunchOrder, engines: Mapping[str, Engines]) -> Teac
 
 async def _raise_on_death(part: Sequence[Child]) -> None:
     """Wait until a process of a part dies, and raise the cause. A part is one process, or all ranks of the learner.
-    When one rank dies, the other ranks end too; the error is that of the rank that died first."""
+    When one rank dies, the other ranks end too; the error of the rank that died first is raised."""
     async with asyncio.TaskGroup() as group:
         deaths = {group.create_task(child.died()): child for child in part}
         await asyncio.wait(deaths, return_when=asyncio.FIRST_COMPLETED)

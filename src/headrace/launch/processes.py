@@ -71,12 +71,12 @@ class Processes:
     children: list[Child] = field(default_factory=list)
     """The processes that were started, without processes that were replaced."""
     num_scorers: int = 0
-    """Number of scoring workers that were started, including those that have been replaced."""
+    """Number of scoring workers that were started, including workers that were replaced."""
     columns: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The columns of the dataset that a component of the reward can rely on, by the label of the component; see
     :func:`~headrace.rollout.scoring.fit.columns_for`."""
     num_environments: int = 0
-    """Number of environment workers that were started, including those that have been replaced."""
+    """Number of environment workers that were started, including workers that were replaced."""
 
     def refuse_little_room(self) -> None:
         """Raise :class:`~headrace.base.errors.ConfigError` if this machine has too little space for the versions of the

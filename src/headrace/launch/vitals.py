@@ -1,9 +1,9 @@
 """Supervision of processes that are alive but make no progress: processes that are stopped, hang, or are much slower
 than usual. Users are warned, with the name of the process, long before the stall watchdog ends the run.
 
-    every process           Has a signal or a debugger stopped it, or a process that it started? The system knows.
+    every process           Has a signal or a debugger stopped it, or a process that it started? The system reports it.
     a learner, each rank    Does it make progress? Once a second it reports its current unit of work (a micro-batch, an
-                            update, a copy of the weights) and how long such units take; and the system knows whether
+                            update, a copy of the weights) and how long such units take. The system reports whether
                             its process computes, reads or writes.
 
 No time limit is right for all steps, so a learner that computes is never killed because it is slow. A learner that

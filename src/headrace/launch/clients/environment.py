@@ -8,12 +8,13 @@ die. An episode requests an answer of the model with a *query*, which the contro
 
 What happens to the episodes of a worker after a failure:
 
-    one of them blocks the event loop ── it fails, the worker is replaced, and the others begin again one of them does
-    not end when it is cancelled ── the worker receives no more episodes, and the others end there the worker died, or
-    fell silent ── its episodes begin again in the shared workers. Those that lose a second worker are tried by halves
-    in workers of their own, until the one that kills its worker is found and fails (suspects.py) the process was
-    stopped by a signal ── the worker is replaced, and its episodes begin again the machine was lost ── its episodes
-    begin again on other machines
+    an episode blocks the event loop       it fails, the worker is replaced, and its other episodes begin again
+    a cancelled episode does not end       the worker receives no more episodes, and its other episodes end there
+    the worker dies, or becomes silent     its episodes begin again in the shared workers. Episodes that lose a second
+                                           worker are tried by halves in separate workers, until the episode that kills
+                                           its worker is found and fails (suspects.py)
+    a signal has stopped the process       the worker is replaced, and its episodes begin again
+    the machine is lost                    its episodes begin again on other machines
 """
 
 from __future__ import annotations

@@ -275,7 +275,7 @@ class EngineHost:
         seconds, commits = self._clock.now() - start_s, failure is None and message.commit is not None
         self._channel.send(StageOutcome(version=version, seconds=seconds, failure=failure, commits=commits))
         if failure is None and message.commit is not None:
-            # The commit goes through the queue of orders so that it is recorded and replayed like any other.
+            # The commit is queued as an order, so that it is recorded and replayed like any other commit.
             self._channel.send_to_self(Commit(call=ANNOUNCED, version=version, mode=message.commit))
 
     def _stage_in_core(self, update: WeightUpdate, call: int | None) -> Failure | None:

@@ -2,9 +2,9 @@
 possible to repeat a run.
 
 channel ──▶ ReplayGate (in a replay) ──▶ DeliveryRecorder ──▶ the engine
-            holds messages back          records which message came
-            until the recorded           before which step
-            step, in its order
+            delays messages until        records which message was handled
+            the recorded step,           before which step
+            in recorded order
 
 A *step* is one pass of the engine; "after n steps" means before the engine makes step n + 1. A request is identified by
 its sampling seed, which is the same in every replay.

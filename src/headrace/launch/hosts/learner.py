@@ -253,7 +253,7 @@ class PublishedBuffers:
         if self.publisher is not None:
             self.publisher.fill(slot, gathered)
         else:
-            deque(gathered, maxlen=0)  # take part in gathering, and drop the tensors
+            deque(gathered, maxlen=0)  # gathering needs all ranks; the tensors are dropped
 
     def close(self) -> None:
         """Remove the buffers."""

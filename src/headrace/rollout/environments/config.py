@@ -22,10 +22,11 @@ class DataConfig(Section):
     """Settings of the tasks: one row is one task."""
 
     count: int | None = Field(default=None, ge=1)
-    """The number of rows ``{"number": 0}``, ``{"number": 1}``, ... for environments that make their own tasks; it takes
-    the place of ``path``."""
+    """The number of generated rows ``{"number": 0}``, ``{"number": 1}``, ... for environments that create their own
+    tasks. It replaces ``path``."""
     eval_count: int | None = Field(default=None, ge=1)
-    """The number of held-out rows, which are numbered after those of ``count``; it takes the place of ``eval_path``."""
+    """The number of generated held-out rows. Their numbers follow the numbers of the ``count`` rows. It replaces
+    ``eval_path``."""
     path: str = ""
     """A ``.jsonl``, ``.csv`` or ``.parquet`` file. The reward function receives its columns. Empty if the rows are
     passed in Python."""
@@ -59,24 +60,24 @@ class EnvConfig(Section):
 
     kind: Annotated[str, NameOf(ENVIRONMENTS, also=BUILT_IN)] = "single_turn"
     """``single_turn``: the model reads the prompt and answers once. ``env``: a class with ``reset`` and ``step``.
-    ``rollout``: an ``async def rollout(task, policy)``. ``program``: a command that speaks OpenAI's or Anthropic's
+    ``rollout``: an ``async def rollout(task, policy)``. ``program``: a command that uses OpenAI's or Anthropic's
     protocol. ``bridge``: an environment of another library, see docs/bridges.md. Any other name: the environment that
-    an installed package offers under it, see docs/extending.md."""
+    an installed package provides under this name, see docs/extending.md."""
     entry: str = ""
     """``file.py:name`` of that class or function. It runs in worker processes, with one object per episode. For a
     bridge: ``LIBRARY/WHAT``."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """For a bridge: the settings of the library and of the bridge, as its page describes them. For an environment of an
-    installed package: the arguments that it is called with."""
+    """For a bridge: the settings of the library and of the bridge, which docs/bridges.md describes. For an environment
+    of an installed package: the arguments with which it is called."""
     command: str | tuple[str, ...] = ""
     """The program with its arguments: a list, or a text that is split as a shell does. It is started for every episode
-    in a directory of its own; see docs/agents.md."""
+    in a new directory; see docs/agents.md."""
     own_namespace: bool = True
-    """Whether each program runs in a user namespace of its own, where the system allows it. Then no program can read
-    the key or the memory of another, and none can become another user (``sudo`` fails)."""
+    """Whether each program runs in its own user namespace, if the system allows it. Then no program can read the key or
+    the memory of another program, and no program can become another user (``sudo`` fails)."""
     agents: tuple[AgentConfig, ...] = ()
-    """The agents of an episode, one table ``[[env.agents]]`` for each: the policy under training, the weights that the
-    run begins with, an adapter or another model. Empty: every name is the policy under training."""
+    """The agents of an episode, one table ``[[env.agents]]`` per agent: the policy under training, the weights with
+    which the run begins, an adapter or another model. Empty: every agent name means the policy under training."""
     workers: int = Field(default=1, ge=0)
     """The number of processes that run environments on this machine. Machines that join the run add their own
     (``launch.join``). 0 means none on this machine, and is allowed only with ``launch.join``."""

@@ -49,7 +49,7 @@ class Graded(msgspec.Struct, frozen=True, kw_only=True):
 
     def beside(self, earlier: Graded) -> Graded:
         """Return a copy of this result that also contains the components, calls, columns and metrics of ``earlier``.
-        The reward and the failure are those of this result."""
+        The reward and the failure of this result are kept."""
         return msgspec.structs.replace(
             self,
             parts={**earlier.parts, **self.parts},

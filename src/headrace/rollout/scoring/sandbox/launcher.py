@@ -5,7 +5,7 @@ It is started as ``python -I -S -B launcher.py [ORDER]`` and uses only the stand
 description of a run as JSON.
 
     the caller ── launcher ── init of a PID namespace ── the command ── its child processes
-     holds the    watches     reaps orphans; when it ends, the kernel ends all below it
+     holds the    watches     reaps orphans; when it ends, the kernel kills all of its namespace
      lifeline
 
 *Jailed* (no ORDER argument; the order is read from standard input, after its length): the command runs without network,
