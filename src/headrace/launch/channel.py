@@ -524,6 +524,7 @@ class _SocketReader:
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
             self._loop.add_reader(self._fd, self._receive)
+        # zmq signals only changes, so messages may already be waiting without a signal
         self._receive()
         if self._has_messages.is_set():
             await asyncio.sleep(0)

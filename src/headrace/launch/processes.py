@@ -182,6 +182,7 @@ class Processes:
         """Start the process of the engine ``name``, which is an engine of the policy, of a teacher or of another agent.
         ``own_weights`` says that the engine receives no weights from the learner."""
         order = self.order
+        # a run can be replayed only if one engine handles all requests
         is_only_engine = order.engine.count == 1 and not order.launch.rollouts
         teachers = {teacher_role(teacher): served for teacher, served in order.teachers.items()}
         names = self._engine_names()

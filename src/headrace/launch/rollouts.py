@@ -204,6 +204,7 @@ class RolloutShards(Supervisor):
                 async for episodes in batches:
                     _remove(left, episodes)
                     yield episodes
+            # the shard has died: only episodes that run one by one can continue from recorded tokens
             order = msgspec.structs.replace(order, together=False)
 
     async def _run_in_shard(

@@ -226,6 +226,7 @@ class Supervisor(ABC):
         self.restarts[child.role] += 1
         cause_line = (cause if error is None else error.problem).partition("\n")[0]
         outage_now = Outage(cause=cause_line, since_s=now_s, carried_over=carried_over)
+        # the process died again before it served: the sequences of the first death are still waiting
         if outage is not None and outage.carried_over:
             outage_now.since_s, outage_now.carried_over = outage.since_s, outage.carried_over
         self.report(Recovery(part=child.role, cause=cause_line, seconds=None, carried_over=outage_now.carried_over))

@@ -53,6 +53,7 @@ class Forking:
         tokens (``options.answer_ids_T``) continues them as a fork. A request without kept tokens is sent to the engine
         unchanged, apart from its seed."""
         digest = hashlib.blake2b(f"{sampling.seed}/{self._name}".encode(), digest_size=8).digest()
+        # a seed is a signed 64-bit integer, so the digest is shifted by one bit
         sampling = msgspec.structs.replace(sampling, seed=int.from_bytes(digest, "big") >> 1)
         kept_T = options.answer_ids_T
         if kept_T is None:
@@ -124,6 +125,7 @@ def graft(turns: list[Turn], index: int, at: int, attempt: Sequence[Turn], branc
     base = len(turns)
     for turn in attempt[index:]:
         first = len(turns) == base
+        # parents before turn ``index`` are shared with ``turns``; later parents were appended here and have new indices
         has_kept_parent = turn.parent is None or turn.parent < index
         turns.append(
             msgspec.structs.replace(

@@ -103,6 +103,7 @@ class Renderer:
         known = [_QUESTION, {"role": "assistant", "content": ANSWER}]
         before, bar, tail = self._render(known, tools, answer=False).partition(ANSWER)
         _, found, whole = self._render([*known, *new], tools, answer=True).partition(ANSWER)
+        # the placeholder must appear exactly where the answer belongs, or the tail cannot be separated
         if not (bar and found) or ANSWER in before:
             raise _template_error("it leaves out what an assistant says")
         return self._encode(tail[: _num_same(tail, whole)]), self._encode(whole)
@@ -124,6 +125,7 @@ class Renderer:
     def _num_sampled(self, tail: list[int], answer_ids: Sequence[int]) -> int:
         """Return how many tokens at the beginning of the tail the model has sampled itself. If the model has sampled a
         different stop token than the template writes, the result is 1."""
+        # the longest end of the answer that is a beginning of the tail was sampled by the model
         for count in range(min(len(tail), len(answer_ids)), 0, -1):
             if list(answer_ids[-count:]) == tail[:count]:
                 return count

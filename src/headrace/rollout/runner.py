@@ -57,6 +57,7 @@ def episode_seed(run_seed: int, key: EpisodeKey, turn: int = 0) -> int:
     True
     """
     digest = hashlib.blake2b(f"{run_seed}/{key.group}/{key.place}/{turn}".encode(), digest_size=8).digest()
+    # a seed is a signed 64-bit integer, so the digest is shifted by one bit
     return int.from_bytes(digest, "big") >> 1
 
 

@@ -269,6 +269,7 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
             return
         worker.replaced = True
         try:
+            # with one running call and others waiting, that call has kept the others from beginning
             worker.blocked = worker.begun == 1 < len(worker.calls)
             halted = await worker.process.halted()
             worker.frozen = bool(halted)

@@ -357,6 +357,7 @@ class EngineHost:
         if self._answers is not None and chunks:
             chunks = self._answers.split(chunks, stats)
             if not (chunks or idle or due or now):
+                # the controller receives no chunks now: its spans are part of the next report
                 self._spans = spans
                 return
         self._channel.send(Chunks(chunks=tuple(chunks), stats=stats, spans=tuple(spans)))

@@ -262,13 +262,15 @@ class Curriculum:
     def _candidates_R(self, number: int) -> Bools:
         """Return the rows from which the row of group ``number`` is chosen, as a mask ``[R]`` of bool. One pool is
         drawn at random, with a probability proportional to the total weight of its rows that do not rest; its rows that
-        do not rest are the candidates. If all rows rest, the candidates are the rows whose rest ends first."""
+        do not rest are the candidates. If all rows with a weight rest, the candidates are the rows whose rest ends first."""
         free_R = self._wakes_R <= number
+        # the weight of a pool grows with its number of rows, so that each row has the weight of the settings
         weights = np.bincount(self._pool_R[free_R], minlength=4) * self._weights
         if weights.sum() > 0:
             rng = np.random.default_rng([self._seed, _DRAWS, number])
             candidates_R: Bools = free_R & (self._pool_R == rng.choice(4, p=weights / weights.sum()))
             return candidates_R
+        # all rows with a weight rest: rows of weight 0 are chosen only if there are no others
         eligible_R = self._weights[self._pool_R] > 0
         eligible_R = eligible_R if eligible_R.any() else np.ones(len(eligible_R), bool)
         soonest_R: Bools = eligible_R & (self._wakes_R == self._wakes_R[eligible_R].min())

@@ -122,6 +122,7 @@ class CodeReward(RewardSection):
         """Return whether the program ``code`` passes one test. The test is Python statements as text, a call with its
         expected value, or an input with its expected output."""
         limits = SandboxLimits(wall_s=WALL_PER_CPU * self.cpu_s, cpu_s=self.cpu_s, memory_bytes=self.memory_mb * MIB)
+        # the random marker in the output proves that the program ran to its end
         match test:
             case str():
                 marker = secrets.token_hex(16)

@@ -215,6 +215,7 @@ class _Judge:
         Raises :class:`Unscorable` if the judge cannot be reached."""
         import httpx
 
+        # the client with the fewest running requests
         index = min(range(len(self._clients)), key=self._num_requests.__getitem__)
         self._num_requests[index] += 1
         try:

@@ -236,6 +236,7 @@ class _RunningLauncher:
             cpu_s=report.get("cpu_s", 0.0),
             missing=report.get("missing", {}),
         )
+        # a limit is the reason even if the command also ended by itself at that moment
         change: dict[str, Any]
         if "error" in report:
             change = {"reason": Reason.NOT_STARTED, "detail": report["error"]}
