@@ -262,7 +262,8 @@ class Curriculum:
     def _candidates_R(self, number: int) -> Bools:
         """Return the rows from which the row of group ``number`` is chosen, as a mask ``[R]`` of bool. One pool is
         drawn at random, with a probability proportional to the total weight of its rows that do not rest; its rows that
-        do not rest are the candidates. If all rows with a weight rest, the candidates are the rows whose rest ends first."""
+        do not rest are the candidates. If all rows with a weight rest, the candidates are the rows whose rest ends
+        first."""
         free_R = self._wakes_R <= number
         # the weight of a pool grows with its number of rows, so that each row has the weight of the settings
         weights = np.bincount(self._pool_R[free_R], minlength=4) * self._weights

@@ -252,9 +252,8 @@ def jailed() -> None:
     for output in (1, 2):  # the outputs are closed when the command ends, because no other process keeps them open
         os.dup2(null, output)
     supervisor.watch(init_pid, {0: lambda: False})  # input, or its end, means: kill the command
-    with contextlib.suppress(
-        OSError
-    ):  # the caller may be gone; the directory is not empty where the jail had no root of its own
+    # the caller may be gone, and the directory is not empty if the jail had no root of its own
+    with contextlib.suppress(OSError):
         os.rmdir(order["scratch"])
     write_record(order["report"], supervisor.report)
 
