@@ -222,18 +222,18 @@ class Child:
         followed by the last lines of its log. A process that has reported an error and does not end within
         :data:`LAST_WORDS_S` is killed."""
         async with asyncio.TaskGroup() as group:
-            ended = group.create_task(self._process.wait())
-            reported = group.create_task(self.peer.reported.wait())
-            await asyncio.wait({ended, reported}, return_when=asyncio.FIRST_COMPLETED)
-            if reported.done() or ended.result() == EXIT_REPORTED:
-                await asyncio.wait({ended, reported}, timeout=LAST_WORDS_S)
+            end_task = group.create_task(self._process.wait())
+            report_task = group.create_task(self.peer.reported.wait())
+            await asyncio.wait({end_task, report_task}, return_when=asyncio.FIRST_COMPLETED)
+            if report_task.done() or end_task.result() == EXIT_REPORTED:
+                await asyncio.wait({end_task, report_task}, timeout=LAST_WORDS_S)
             await self.kill()
-            reported.cancel()
+            report_task.cancel()
         lines = self._process.last_lines(self._log)[-LOG_LINES:]
         self._retire_log()
-        quoted = "".join(f"\n    {line[:300]}" for line in lines)
+        quotation = "".join(f"\n    {line[:300]}" for line in lines)
         where = f" on {self.node}" if self.node else ""
-        return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{quoted}"
+        return f"{self.role} (pid {self.pid}{where}) {self._process.ending()}{quotation}"
 
     def _retire_log(self) -> None:
         """Append the log file of the ended process to the old logs, and delete the oldest file if there are more than

@@ -130,8 +130,8 @@ class Launcher:
 def _problem(made: Any) -> str | None:
     """Return why the object ``made`` of an installed package is not a launcher, in words that follow its name; ``None``
     if it is a launcher. The registry calls this function for each launcher that it loads."""
-    named = type(made).__name__
-    return None if isinstance(made, Launcher) else f"is a {named}, not a headrace.launch.config.Launcher"
+    kind = type(made).__name__
+    return None if isinstance(made, Launcher) else f"is a {kind}, not a headrace.launch.config.Launcher"
 
 
 LAUNCHERS = Registry[Launcher](

@@ -44,13 +44,13 @@ def environment_pool(processes: Processes) -> EnvPool | None:
     order, env = processes.order, processes.order.env
     if not env.remote:
         return None
-    joined = host_and_port(order.launch.join)[0] if order.launch.join else ""
+    join_host = host_and_port(order.launch.join)[0] if order.launch.join else ""
     return make_pool(
         env,
         processes.start_environment,
         start_timeout_s=order.launch.start_timeout_s,
         warn=lambda text: order.on_event(Event(wall_s=0.0, text=text, level="warning")),
-        listening=endpoint_of(env, order.sampling, order.agent_names, joined or processes.starter.host_address),
+        listening=endpoint_of(env, order.sampling, order.agent_names, join_host or processes.starter.host_address),
     )
 
 

@@ -259,11 +259,11 @@ class ForkServer:
     async def _wait_for_answer(self, answer: asyncio.Future[ForkedProcess]) -> None:
         """Wait until ``answer`` is set. Warn once if the fork server is stopped in the meantime. Raises
         ``TimeoutError`` after the time limit."""
-        warned = False
+        has_warned = False
         async with asyncio.timeout(self.timeout_s):
             while not (await asyncio.wait([answer], timeout=LOOK_S))[0]:
-                if not warned and self._is_stopped():
-                    warned = True
+                if not has_warned and self._is_stopped():
+                    has_warned = True
                     self._warn(
                         f"the fork server (pid {self.pid}) is stopped (SIGSTOP; kill -CONT {self.pid} lets it "
                         f"continue): nothing starts until then, or until {self.timeout_s:g} s have passed "

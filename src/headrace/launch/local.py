@@ -109,11 +109,11 @@ async def local_serving(order: LaunchOrder, remote: RemoteEngine | None = None) 
     async with _open_processes(order) as processes, _open_join_server(order, processes.site) as join_server:
         pool, envs = _make_scoring_stage(processes), environment_pool(processes)
         engines, agents = processes.engines(own_weights=True), processes.agents()
-        started = [*([engines] if remote is None else []), *agents.values()]
-        for each in started:
+        supervisors = [*([engines] if remote is None else []), *agents.values()]
+        for each in supervisors:
             await each.start()
         vitals = _make_vitals(processes)
-        async with _supervise(processes, started, pool, envs, join_server, vitals=vitals):
+        async with _supervise(processes, supervisors, pool, envs, join_server, vitals=vitals):
             serving = _serving_parts(order, engines, agents, pool, envs)
             yield Serving(
                 **(serving if remote is None else {**serving, "engine": remote}), standstills=vitals.standstills
@@ -162,11 +162,11 @@ async def _supervise(
     that make no progress. ``envs`` is ``None`` for an environment without workers, and ``join_server`` is ``None`` for
     a run that other machines cannot join.
     """
-    watched = [child for child in processes.children if not isinstance(child.peer, EngineClient | RolloutClient)]
+    unsupervised = [child for child in processes.children if not isinstance(child.peer, EngineClient | RolloutClient)]
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(child.peer.listen()) for child in watched]
-        ranks = [child for child in watched if child.role.startswith("learner")]
-        others = [[child] for child in watched if child not in ranks]
+        tasks = [group.create_task(child.peer.listen()) for child in unsupervised]
+        ranks = [child for child in unsupervised if child.role.startswith("learner")]
+        others = [[child] for child in unsupervised if child not in ranks]
         tasks += [group.create_task(_raise_on_death(part)) for part in (*others, ranks) if part]
         tasks += [group.create_task(each.run()) for each in supervised] + [group.create_task(pool.run())]
         tasks.append(group.create_task(vitals.watch()))
@@ -179,7 +179,7 @@ async def _supervise(
         starting = group.create_task(
             report_start(lambda: processes.children, lambda text: on_event(Event(wall_s=0.0, text=text)))
         )
-        await _wait_until_ready(watched, pool, processes.order.launch.start_timeout_s)
+        await _wait_until_ready(unsupervised, pool, processes.order.launch.start_timeout_s)
         if envs is not None:
             await _wait_for_environments(envs, processes.order)
         for each in supervised:
@@ -313,14 +313,14 @@ async def _raise_on_death(part: Sequence[Child]) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(LAST_WORDS_S):
                 await _wait_for_cause(deaths)
-        ended = [death for death in deaths if death.done()]
+        ended_tasks = [death for death in deaths if death.done()]
         for death in deaths:
             death.cancel()
-    first = min(ended, key=lambda death: deaths[death].ended_with_another_rank)
-    if error := deaths[first].peer.reported_error:
+    first_death = min(ended_tasks, key=lambda death: deaths[death].ended_with_another_rank)
+    if error := deaths[first_death].peer.reported_error:
         raise error
     kind = LearnerLost if part[0].role == "learner" else ComponentDied
-    raise kind(first.result(), remedy=REMEDY)
+    raise kind(first_death.result(), remedy=REMEDY)
 
 
 async def _wait_for_cause(deaths: Mapping[asyncio.Task[str], Child]) -> None:

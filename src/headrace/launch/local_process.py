@@ -195,8 +195,8 @@ class LocalProcess:
     async def halted(self) -> str:
         """Return what has stopped the process, or a process that it has started, in words such as ``is stopped
         (SIGSTOP…)``; empty if none of them is stopped."""
-        found = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
-        return found.get(self.working_pid) or found.get(self.pid, "")
+        descriptions = await off_loop(lambda: halted_below([self.pid, self.working_pid]))
+        return descriptions.get(self.working_pid) or descriptions.get(self.pid, "")
 
     def ending(self) -> str:
         """Return how the process ended, in words that follow its name. Call this only after the process has ended."""
@@ -346,15 +346,15 @@ def halted_below(pids: Collection[int]) -> dict[int, str]:
                 parents[pid], status = process.ppid(), process.status()
             if status in STOPPED:
                 stopped[pid] = status
-    found: dict[int, str] = {}
+    texts: dict[int, str] = {}
     for pid in stopped:
         ancestor = pid
         while ancestor and ancestor not in pids:
             ancestor = parents.get(ancestor, 0)
-        if ancestor and (ancestor == pid or ancestor not in found):
-            words = STOPPED[stopped[pid]].format(pid=pid)
-            found[ancestor] = f"is {words}" if ancestor == pid else f"has started process {pid}, which is {words}"
-    return found
+        if ancestor and (ancestor == pid or ancestor not in texts):
+            state = STOPPED[stopped[pid]].format(pid=pid)
+            texts[ancestor] = f"is {state}" if ancestor == pid else f"has started process {pid}, which is {state}"
+    return texts
 
 
 def exit_words(code: int) -> str:

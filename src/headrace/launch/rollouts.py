@@ -196,13 +196,13 @@ class RolloutShards(Supervisor):
     ) -> AsyncGenerator[Sequence[EpisodeGraph], None]:
         """Run the episodes of ``order``, and yield lists of episodes that have ended together. If a shard dies, its
         episodes continue in another shard from their recorded tokens."""
-        left = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
-        while left:
-            begun = tuple(TokenChunk.joined(turn) for recorded in left.values() for turn in recorded.values())
-            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(left), begun=begun)
+        pending = {place: self._recorded[EpisodeKey(order.group, place)] for place in order.places}
+        while pending:
+            begun = tuple(TokenChunk.joined(turn) for recorded in pending.values() for turn in recorded.values())
+            order = msgspec.structs.replace(order, call=next(self._calls), places=tuple(pending), begun=begun)
             async with aclosing(self._run_in_shard(order, withdrawal)) as batches:
                 async for episodes in batches:
-                    _remove(left, episodes)
+                    _remove(pending, episodes)
                     yield episodes
             # the shard has died: only episodes that run one by one can continue from recorded tokens
             order = msgspec.structs.replace(order, together=False)
@@ -214,16 +214,16 @@ class RolloutShards(Supervisor):
         ended or the shard dies."""
         client = await self._wait_for_shard(order.group)
         self._send_changed_engines()
-        arrived, num_left = client.begin(order), len(order.places)
+        arrived, num_pending = client.begin(order), len(order.places)
         if withdrawal is not None:
             key = EpisodeKey(order.group, order.places[0])
             withdrawal.attach(lambda: client.send(WithdrawEpisode(key=key, reason=withdrawal.reason)))
         try:
-            while num_left and (episodes := await arrived.get()):
-                num_left -= len(episodes)
+            while num_pending and (episodes := await arrived.get()):
+                num_pending -= len(episodes)
                 yield episodes
         finally:
-            client.forget(order, ended=not num_left)
+            client.forget(order, ended=not num_pending)
 
     async def _wait_for_shard(self, group: int) -> RolloutClient:
         """Return the shard that runs the episodes of ``group``, and wait if no shard is ready. A group always has the
@@ -236,13 +236,13 @@ class RolloutShards(Supervisor):
 
     def _record_parts(self, parts: Sequence[TokenChunk]) -> None:
         """Store the tokens of running turns that a shard sends for recording, and pass them to ``on_parts``."""
-        known = [part for part in parts if part.key in self._recorded]
-        for part in known:
+        running_parts = [part for part in parts if part.key in self._recorded]
+        for part in running_parts:
             turn = self._recorded[part.key].setdefault(part.turn, [])
             if part.lost:
                 turn.clear()
             turn.append(msgspec.structs.replace(part, lost=""))
-        self._on_parts(known)
+        self._on_parts(running_parts)
 
     def _forward_note(self, text: str) -> None:
         """Pass a note of a shard to the callback ``note``."""
@@ -254,8 +254,8 @@ class RolloutShards(Supervisor):
         changed.set()
 
 
-def _remove(left: dict[int, dict[int, list[TokenChunk]]], episodes: Sequence[EpisodeGraph]) -> None:
-    """Remove the ended ``episodes`` from ``left``. Keys of ``left`` are the indices of the episodes in the group; its
-    values are their recorded tokens, which are deleted."""
+def _remove(pending: dict[int, dict[int, list[TokenChunk]]], episodes: Sequence[EpisodeGraph]) -> None:
+    """Remove the ended ``episodes`` from ``pending``. Keys of ``pending`` are the indices of the episodes in the group;
+    its values are their recorded tokens, which are deleted."""
     for episode in episodes:
-        left.pop(episode.key.place).clear()
+        pending.pop(episode.key.place).clear()

@@ -184,22 +184,22 @@ class Vitals:
         halted = await off_loop(_find_halted, local, others.values()) if local or others else {}
         for child in local:
             child.peer.halted = halted.get(child.working_pid) or halted.get(child.pid, "")
-        found = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
+        stopped = {(name, pid): halted[pid] for name, pid in others.items() if pid in halted}
         remote = [child for child in children if child.node]
         if remote and self.clock.now() - self._remote_checked_s >= REMOTE_CHECK_S:
             self._remote_checked_s = self.clock.now()
             for child, words in zip(remote, await asyncio.gather(*(child.halted() for child in remote)), strict=True):
                 child.peer.halted = words
-        found |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
-        self._report_stopped(found, {*((child.role, child.pid) for child in children), *others.items()})
+        stopped |= {(child.role, child.pid): child.peer.halted for child in children if child.peer.halted}
+        self._report_stopped(stopped, {*((child.role, child.pid) for child in children), *others.items()})
 
-    def _report_stopped(self, found: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
-        """Warn about processes that have been stopped for some time, and report when they continue or end. ``found``
+    def _report_stopped(self, stopped: dict[tuple[str, int], str], alive: Container[tuple[str, int]]) -> None:
+        """Warn about processes that have been stopped for some time, and report when they continue or end. ``stopped``
         contains the reasons of the stopped processes, by name and pid. ``alive`` contains the names and pids of all
         processes that have not ended."""
         now_s = self.clock.now()
         for (name, pid), stop in list(self._stops.items()):
-            if (name, pid) not in found:
+            if (name, pid) not in stopped:
                 del self._stops[name, pid]
                 self._record_stop(name, stop)
                 if stop.warned:
@@ -209,7 +209,7 @@ class Vitals:
                         kind=_stop_kind(name),
                         over=True,
                     )
-        for key, words in found.items():
+        for key, words in stopped.items():
             stop = self._stops.setdefault(key, _StopRecord(words=words, since_s=now_s, recorded_s=now_s))
             self._record_stop(key[0], stop)
             if not stop.warned and now_s - stop.since_s >= min(WARN_STOPPED_S, WARN_SHARE * self.timeout_s):

@@ -64,9 +64,9 @@ class Forking:
         if self._parent is not None:
             fork = ForkRequest(parent=self._parent, at=len(kept_T))
             rest = msgspec.structs.replace(sampling, max_new_tokens=sampling.max_new_tokens - len(kept_T))
-            forked = msgspec.structs.replace(options, fork=fork, answer_ids_T=None)
+            fork_options = msgspec.structs.replace(options, fork=fork, answer_ids_T=None)
             try:
-                async for chunk in self._engine.generate(_NONE, rest, forked):
+                async for chunk in self._engine.generate(_NONE, rest, fork_options):
                     has_chunks = True
                     yield chunk
                 return

@@ -156,16 +156,16 @@ class Conversations:
         prefix = self._history.find_messages(messages, tools, options.agent)
         parent = prefix.node
         if parent is None or parent.sampled:  # otherwise the history contains exactly these messages already
-            new = messages[prefix.length :]
-            ids = await self._render(parent, new, tools)
+            new_messages = messages[prefix.length :]
+            ids = await self._render(parent, new_messages, tools)
             self._refuse_spent(parent, len(ids))
             turn = Turn(
-                author=_author(new, first=parent is None),
+                author=_author(new_messages, first=parent is None),
                 tokens=Tokens.observed(ids),
                 parent=None if parent is None else parent.turn,
-                failed=any(message.failed for message in new),
+                failed=any(message.failed for message in new_messages),
             )
-            parent = self._history.add_given(turn, parent, new, tools)
+            parent = self._history.add_given(turn, parent, new_messages, tools)
         return await self._answer(parent, self._history.ids(parent), options, calls=len(tools) > 0, on_piece=on_piece)
 
     async def sample(self, prompt_ids_T: IntColumn, options: ChatOptions = AS_THE_RUN) -> Reply:
@@ -188,10 +188,10 @@ class Conversations:
     async def count(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return how many tokens the model would read for these messages. This method samples and stores nothing."""
         prefix = self._history.find_messages(messages, tools)
-        new = 0
+        num_new = 0
         if prefix.node is None or prefix.node.sampled:
-            new = len(await self._render(prefix.node, messages[prefix.length :], tools))
-        return new + (0 if prefix.node is None else prefix.node.length)
+            num_new = len(await self._render(prefix.node, messages[prefix.length :], tools))
+        return num_new + (0 if prefix.node is None else prefix.node.length)
 
     def spell(self, token: int) -> str:
         """Return the text of a token, including special tokens. Without a chat there is no tokenizer, and the result is

@@ -87,36 +87,36 @@ class Renderer:
     def continuation(self, messages: Sequence[Message], tools: Sequence[Tool], answer_ids: Sequence[int]) -> list[int]:
         """Return the token ids between the sampled answer ``answer_ids`` and the next answer: the rest of the tail of
         the sampled answer, then the new ``messages``."""
-        new = [plain(message) for message in messages]
+        new_messages = [plain(message) for message in messages]
         try:
-            tail, ids = self._after_answer(new, tools)
+            tail, ids = self._after_answer(new_messages, tools)
         except EpisodeError:
             calls = [_call(message.tool_call_id) for message in messages if message.role == "tool"]
             if not calls:
                 raise
-            tail, ids = self._after_calls(calls, new, tools)
+            tail, ids = self._after_calls(calls, new_messages, tools)
         num_tail = _num_same(tail, ids)
         return ids[self._num_sampled(ids[:num_tail], answer_ids) :]
 
-    def _after_answer(self, new: list[dict[str, Any]], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
-        """Return two lists of token ids: the tail of an answer, and the same tail followed by the ``new`` messages."""
-        known = [_QUESTION, {"role": "assistant", "content": ANSWER}]
-        before, bar, tail = self._render(known, tools, answer=False).partition(ANSWER)
-        _, found, whole = self._render([*known, *new], tools, answer=True).partition(ANSWER)
+    def _after_answer(self, new_messages: list[dict[str, Any]], tools: Sequence[Tool]) -> tuple[list[int], list[int]]:
+        """Return two lists of token ids: the tail of an answer, and the same tail followed by ``new_messages``."""
+        conversation = [_QUESTION, {"role": "assistant", "content": ANSWER}]
+        before, bar, tail = self._render(conversation, tools, answer=False).partition(ANSWER)
+        _, found, whole = self._render([*conversation, *new_messages], tools, answer=True).partition(ANSWER)
         # the placeholder must appear exactly where the answer belongs, or the tail cannot be separated
         if not (bar and found) or ANSWER in before:
             raise _template_error("it leaves out what an assistant says")
         return self._encode(tail[: _num_same(tail, whole)]), self._encode(whole)
 
     def _after_calls(
-        self, calls: list[dict[str, Any]], new: list[dict[str, Any]], tools: Sequence[Tool]
+        self, calls: list[dict[str, Any]], new_messages: list[dict[str, Any]], tools: Sequence[Tool]
     ) -> tuple[list[int], list[int]]:
         """Return the same two lists as :meth:`_after_answer`, for a template that accepts the result of a tool only
         after the tool's call. Both lists begin with the stop token that ends the assistant's message with the
         ``calls``."""
-        known = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
-        whole = self._render([*known, *new], tools, answer=True)
-        same = self._encode(whole[: _num_same(self._render(known, tools, answer=False), whole)])
+        conversation = [_QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}]
+        whole = self._render([*conversation, *new_messages], tools, answer=True)
+        same = self._encode(whole[: _num_same(self._render(conversation, tools, answer=False), whole)])
         stops = [index for index, token in enumerate(same) if token in self._stop_ids]
         if not stops:
             raise _template_error("it ends a tool's call without a stop token")

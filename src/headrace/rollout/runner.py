@@ -143,14 +143,14 @@ class EnginePolicy:
                 await self._collect(parts, empty, request)
         finally:
             routings = (part.prompt_routing for part in parts if part.prompt_routing is not None)
-            ended = parts[-1].stop_reason if parts else None
+            stop_reason = parts[-1].stop_reason if parts else None
             turn = Turn(
                 author=request.author,
                 tokens=Tokens.concat([part.tokens for part in parts]),
                 parent=request.parent,
-                stop_reason=ended,
+                stop_reason=stop_reason,
                 context_routing=next(routings, None),
-                untrained=request.untrained or ("" if ended else CUT_OFF),
+                untrained=request.untrained or ("" if stop_reason else CUT_OFF),
             )
             self.turns.append(turn)
             index = len(self.turns) - 1
@@ -208,9 +208,9 @@ class EnginePolicy:
             begun, lost = None, self._restart_reason
         if begun is not None:
             is_full = len(begun.tokens) >= sampling.max_new_tokens
-            ended = begun.stop_reason or (StopReason.LENGTH if is_full else None)
-            yield msgspec.structs.replace(begun, stop_reason=ended)
-            if ended is not None:
+            stop_reason = begun.stop_reason or (StopReason.LENGTH if is_full else None)
+            yield msgspec.structs.replace(begun, stop_reason=stop_reason)
+            if stop_reason is not None:
                 return
             options = msgspec.structs.replace(options, answer_ids_T=begun.tokens.ids_T)
         frozen = self.agents.frozen(request.author)

@@ -157,9 +157,9 @@ class EngineClient(Peer):
         if self.orders_address in update.announced_to:
             return await self._wait_until_staged(update.version)
         call = self.next_call()
-        staged = self.expect(call, Staged)
+        reply = self.expect(call, Staged)
         self.send(Stage(call=call, update=update))
-        return (await self.answer(staged, f"stage version {update.version}", self._deadline_s)).seconds
+        return (await self.answer(reply, f"stage version {update.version}", self._deadline_s)).seconds
 
     async def _wait_until_staged(self, version: int) -> float:
         """Wait until the engine has staged ``version``, which the learner has announced to it, and return the seconds
@@ -201,17 +201,17 @@ class EngineClient(Peer):
                 f"{self.name}: commit of version {version}, which has been asked for already and has not ended",
                 remedy="wait for its report",
             )
-        outcome, done = self._stage_outcome, self._committed
+        outcome, report_message = self._stage_outcome, self._committed
         if outcome is not None and outcome.version == version and outcome.commits:
-            if done is None or done.report.version != version:
-                done = await self._wait_for_report(Committed, version, "commit")
-            return done.report
+            if report_message is None or report_message.report.version != version:
+                report_message = await self._wait_for_report(Committed, version, "commit")
+            return report_message.report
         call = self.next_call()
-        committed = self.expect(call, Committed)
+        reply = self.expect(call, Committed)
         self._committing.add(version)
         try:
             self.send(Commit(call=call, version=version, mode=mode))
-            return (await self.answer(committed, f"commit version {version}", self._deadline_s)).report
+            return (await self.answer(reply, f"commit version {version}", self._deadline_s)).report
         finally:
             self._committing.discard(version)
 
@@ -220,9 +220,9 @@ class EngineClient(Peer):
         The value of the first token is 0."""
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresReply)
+        reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature))
-        return (await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
+        return (await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)).logprobs_T
 
     async def top_scores(self, tokens: Tokens, num: int, *, below: int = 0, temperature: float = 1.0) -> TopScores:
         """Return the logprob of each of ``tokens`` and, for each position, the ``num`` most likely vocabulary entries
@@ -230,31 +230,31 @@ class EngineClient(Peer):
         means no restriction."""
         self._refuse_closed()
         call = self.next_call()
-        scored = self.expect(call, ScoresReply)
+        reply = self.expect(call, ScoresReply)
         self.send(ScoreTokens.of(call, tokens, temperature, top_k=num, top_below=below))
-        reply = await self.answer(scored, f"score {len(tokens)} tokens", self._deadline_s)
+        scores = await self.answer(reply, f"score {len(tokens)} tokens", self._deadline_s)
         empty = np.zeros((len(tokens), 0), np.float32)
         return TopScores(
-            logprobs_T=reply.logprobs_T,
-            ids_TK=empty.astype(np.int32) if reply.ids_TK is None else reply.ids_TK,
-            logs_TK=empty if reply.logs_TK is None else reply.logs_TK,
+            logprobs_T=scores.logprobs_T,
+            ids_TK=empty.astype(np.int32) if scores.ids_TK is None else scores.ids_TK,
+            logs_TK=empty if scores.logs_TK is None else scores.logs_TK,
         )
 
     async def pause(self, *, release: bool = False) -> None:
         """Pause the engine between two steps. With ``release``, the engine also frees the memory of its cache."""
         self._refuse_closed()
         call = self.next_call()
-        paused = self.expect(call, Paused)
+        reply = self.expect(call, Paused)
         self.send(Pause(call=call, release=release))
-        await self.answer(paused, "pause", self._deadline_s)
+        await self.answer(reply, "pause", self._deadline_s)
 
     async def resume(self) -> None:
         """Let a paused engine continue."""
         self._refuse_closed()
         call = self.next_call()
-        resumed = self.expect(call, Paused)
+        reply = self.expect(call, Paused)
         self.send(Resume(call=call))
-        await self.answer(resumed, "resume", self._deadline_s)
+        await self.answer(reply, "resume", self._deadline_s)
 
     def stats(self) -> EngineStats:
         """Return the latest counters that the engine has sent."""

@@ -226,33 +226,33 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             attempt_kind=episode.attempt_kind,
         )
         call = EpisodeCall(order=order, episode=episode)
-        done = await self.make(call)
-        if isinstance(done, CallLoss):
+        report = await self.make(call)
+        if isinstance(report, CallLoss):
             raise EpisodeError(
                 f"the process that ran it died, alone too: {call.cause}",
                 remedy="look at logs/environment-*.log in the run directory",
                 reason="env_crashed",
             )
-        if done.reason:
-            raise EpisodeError(done.problem, remedy="fix the environment", reason=done.reason)
-        if done.reward is None and not done.agent_rewards and not self._config.scored:
+        if report.reason:
+            raise EpisodeError(report.problem, remedy="fix the environment", reason=report.reason)
+        if report.reward is None and not report.agent_rewards and not self._config.scored:
             raise EpisodeError(
                 "the environment did not say what it earned, and there is no reward function",
                 remedy="return a reward, or set env.reward",
                 reason="reward_none",
             )
-        if done.agent_rewards and self._config.scored:
+        if report.agent_rewards and self._config.scored:
             raise EpisodeError(
                 "the environment says what each agent earned, and there is a reward function that would count instead",
                 remedy="leave env.reward and env.rewards out, or agent_rewards",
             )
-        reward = None if self._config.scored else done.reward
+        reward = None if self._config.scored else report.reward
         return AttemptOutcome(
             reward=reward,
-            turn_rewards=done.turn_rewards,
-            agent_rewards=done.agent_rewards,
-            trained=done.trained,
-            turn_extra=done.turn_extra,
+            turn_rewards=report.turn_rewards,
+            agent_rewards=report.agent_rewards,
+            trained=report.trained,
+            turn_extra=report.turn_extra,
         )
 
     def preferred(self, call: EpisodeCall) -> EnvironmentWorker | None:
@@ -284,11 +284,11 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
             return await self._run_in_worker(worker, call, number, call.order)
         async with self._endpoint.session(call.episode) as access:
             order = msgspec.structs.replace(call.order, variables=dict(access.variables))
-            found = await self._run_in_worker(worker, call, number, order)
-        if isinstance(found, EpisodeDone) and found.reason and access.last_refusal:
-            words = f"{found.problem} (a request of it had been refused: {access.last_refusal})"
-            return msgspec.structs.replace(found, problem=words)
-        return found
+            outcome = await self._run_in_worker(worker, call, number, order)
+        if isinstance(outcome, EpisodeDone) and outcome.reason and access.last_refusal:
+            problem = f"{outcome.problem} (a request of it had been refused: {access.last_refusal})"
+            return msgspec.structs.replace(outcome, problem=problem)
+        return outcome
 
     async def _run_in_worker(
         self, worker: EnvironmentWorker, call: EpisodeCall, number: int, order: RunEpisode
@@ -332,13 +332,13 @@ class EnvPool(WorkerPool[EnvironmentWorker, EpisodeCall, EpisodeDone]):
         """Order ``worker`` to end the cancelled episode ``number``. If the episode does not end within :data:`GRACE_S`,
         the worker receives no more episodes, and is replaced when its other episodes have ended."""
         peer = worker.process.peer
-        ended = peer.expect(number, EpisodeDone)
+        report = peer.expect(number, EpisodeDone)
         peer.send(Cancel(call=number))
-        await asyncio.wait([ended], timeout=GRACE_S)
-        if not ended.done() and not worker.replaced:
+        await asyncio.wait([report], timeout=GRACE_S)
+        if not report.done() and not worker.replaced:
             self.warn("an episode that was given up does not end: its worker is replaced when its others have ended")
             await worker.retire()
-        ended.cancel()
+        report.cancel()
 
     async def watch(self, worker: EnvironmentWorker) -> str:
         """Wait until the code of an episode blocks the event loop of ``worker``, or until the worker has sent no

@@ -90,19 +90,19 @@ class LearnerClient(RankClient):
     async def train(self, batch: Batch) -> StepReport:
         """Order the learner to make one step on ``batch``, and return the report of the step with its metrics."""
         call = self.next_call()
-        trained = self.expect(call, Trained)
+        reply = self.expect(call, Trained)
         last, num_parts = self._send_parts(call, batch)
         self.send(Train(call=call, batch=last, num_parts=num_parts))
-        return (await self.answer(trained, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
+        return (await self.answer(reply, f"train step {batch.step}", COMPUTE_DEADLINE_S)).report
 
     async def logprobs(self, batch: Batch) -> FloatColumn:
         """Order the learner to compute the logprob of each token of ``batch`` under its current weights, and return
         them in the order of the batch's tokens."""
         call = self.next_call()
-        computed = self.expect(call, LogprobsReply)
+        reply = self.expect(call, LogprobsReply)
         last, num_parts = self._send_parts(call, batch)
         self.send(Logprobs(call=call, batch=last, num_parts=num_parts))
-        return (await self.answer(computed, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
+        return (await self.answer(reply, "compute logprobs", COMPUTE_DEADLINE_S)).logprobs_N
 
     def _send_parts(self, call: int, batch: Batch) -> tuple[Batch, int]:
         """Send all parts of ``batch`` but the last one. They belong to the order with the number ``call``, which the
@@ -117,7 +117,7 @@ class LearnerClient(RankClient):
         complete. The learner then publishes the copy while it continues to train; :meth:`published` waits for that. The
         result contains how long training stood still for the copy."""
         call = self.next_call()
-        taken = self.expect(call, SnapshotTaken)
+        reply = self.expect(call, SnapshotTaken)
         self._publishing[version] = self.expect(call, Published)
         # The learner can send to the engines' sockets only if it runs on the same machine.
         announce_to = dict(self.engines_in_step()) if self._channel.local_orders else {}
@@ -132,7 +132,7 @@ class LearnerClient(RankClient):
             )
         )
         try:  # the learner executes this order after its current step
-            answer = await self.answer(taken, f"snapshot version {version}", COMPUTE_DEADLINE_S)
+            answer = await self.answer(reply, f"snapshot version {version}", COMPUTE_DEADLINE_S)
         except BaseException:
             self._publishing.pop(version).cancel()
             raise
@@ -143,27 +143,27 @@ class LearnerClient(RankClient):
         """Wait until the learner has published the version of ``publication``, which :meth:`snapshot` has returned.
         Return the update with which engines stage the version."""
         version = publication.version
-        announced = self._publishing.pop(version)
-        return (await self.answer(announced, f"publish version {version}", self._deadline_s)).update
+        reply = self._publishing.pop(version)
+        return (await self.answer(reply, f"publish version {version}", self._deadline_s)).update
 
     async def resend(self, publication: Publication) -> WeightUpdate:
         """Order the learner to send a version again to the engines that lack it, as complete weights instead of a
         difference. Return the update with which the engines stage the version."""
         call, version = self.next_call(), publication.version
-        announced = self.expect(call, Published)
+        reply = self.expect(call, Published)
         self.send(Resend(call=call, version=version, slot=publication.slot, to=self.lacking(version)))
-        return (await self.answer(announced, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
+        return (await self.answer(reply, f"send version {version} again, whole", COMPUTE_DEADLINE_S)).update
 
     async def save(self, directory: Path) -> None:
         """Order the learner to write a checkpoint (weights, optimizer state and so on) to ``directory``, and wait until
         training can continue. With several ranks, the learner writes the files afterwards, while it trains;
         :meth:`saved` waits for that."""
         call = self.next_call()
-        taken = self.expect(call, SnapshotTaken)
+        reply = self.expect(call, SnapshotTaken)
         self._saving[directory] = self.expect(call, Saved)
         self.send(Save(call=call, directory=str(directory)))
         try:
-            await self.answer(taken, f"copy its state for {directory}", COMPUTE_DEADLINE_S)
+            await self.answer(reply, f"copy its state for {directory}", COMPUTE_DEADLINE_S)
         except BaseException:
             self._saving.pop(directory).cancel()
             raise

@@ -180,8 +180,8 @@ def error_of(failure: Failure) -> HeadraceError:
     """Return a reported failure as an exception of the class that the failure names, or as a
     :class:`~headrace.base.errors.RunError` if Headrace has no error with that name."""
     kind = getattr(errors, failure.kind, RunError)  # gate: getattr - the other process names the class
-    known = isinstance(kind, type) and issubclass(kind, HeadraceError)
-    error: HeadraceError = (kind if known else RunError)(failure.problem, remedy=failure.remedy)
+    is_known = isinstance(kind, type) and issubclass(kind, HeadraceError)
+    error: HeadraceError = (kind if is_known else RunError)(failure.problem, remedy=failure.remedy)
     return error
 
 

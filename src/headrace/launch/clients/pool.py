@@ -385,8 +385,8 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Execute a call and return its answer. The call is repeated if its worker is lost. If the call is found to end
         its workers, return :attr:`CallLoss.CULPRIT`."""
         try:
-            found = await self.in_shared(call)
-            return await self._suspects.clear(self, call, found) if isinstance(found, CallLoss) else found
+            outcome = await self.in_shared(call)
+            return await self._suspects.clear(self, call, outcome) if isinstance(outcome, CallLoss) else outcome
         finally:
             self._suspects.forget(call)
 
@@ -396,11 +396,11 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Execute a call in the shared workers, and repeat it as long as the policy for suspects allows that. Return
         the answer, or the reason why the call was last lost. The call keeps its place between attempts, so that calls
         that have not begun do not overtake it."""
-        found: A | CallLoss | None = None
-        while found is None or (isinstance(found, CallLoss) and self._suspects.stays(call, found)):
-            async with self._capacity.held(first=found is not None):
-                found = await self._attempt_in_shared(call)
-        return found
+        outcome: A | CallLoss | None = None
+        while outcome is None or (isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)):
+            async with self._capacity.held(first=outcome is not None):
+                outcome = await self._attempt_in_shared(call)
+        return outcome
 
     def capacity_for_one(self) -> AbstractAsyncContextManager[None]:
         """Return a context that waits until one more call may run in the shared workers, and reserves its place."""
@@ -410,10 +410,10 @@ class WorkerPool(ABC, Generic[W, C, A]):
         """Execute a call in a shared worker. Repeat it in another one if its worker ends and the policy for suspects
         allows that. Return the answer, or the reason why the call was lost."""
         while True:
-            found = await self.attempt_in(await self.worker(call=call), call)
-            again = isinstance(found, CallLoss) and self._suspects.stays(call, found)
+            outcome = await self.attempt_in(await self.worker(call=call), call)
+            again = isinstance(outcome, CallLoss) and self._suspects.stays(call, outcome)
             if not again or self._capacity.free < 0:  # too few workers are left after a machine has left
-                return found
+                return outcome
 
     async def worker(self, slot: WorkerSlot[W] | None = None, *, call: C | None = None) -> W:
         """Wait until a worker accepts calls, and return it. With a ``slot``, this is the worker in the slot. Otherwise
@@ -437,14 +437,14 @@ class WorkerPool(ABC, Generic[W, C, A]):
         worker.calls[number] = call
         worker.emptied.clear()
         try:
-            found = await self.attempt(worker, call, number)
+            outcome = await self.attempt(worker, call, number)
         finally:
             del worker.calls[number]
             if not worker.calls:
                 worker.emptied.set()
-        if found is CallLoss.DIED:
+        if outcome is CallLoss.DIED:
             call.deaths, call.cause = call.deaths + 1, worker.cause
-        return found
+        return outcome
 
     async def some_group(self) -> WorkerGroup:
         """Wait until there is a machine on which workers can be started, and return its group of workers: the group of
@@ -501,9 +501,9 @@ class WorkerPool(ABC, Generic[W, C, A]):
 
     def _remove_slots(self, group: WorkerGroup) -> None:
         """Remove the slots of a machine, so that no more calls and workers begin there."""
-        left = [slot for slot in self._slots if slot.group is not group]
-        self._capacity.add((len(left) - len(self._slots)) * self._pool_config.concurrency)
-        self._slots = left
+        remaining = [slot for slot in self._slots if slot.group is not group]
+        self._capacity.add((len(remaining) - len(self._slots)) * self._pool_config.concurrency)
+        self._slots = remaining
 
     def _wake_waiting(self) -> None:
         """Wake all tasks that wait for a worker or a machine."""

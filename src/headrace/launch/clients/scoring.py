@@ -155,10 +155,10 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         """Order a worker to score all completions of ``request``, one after the other, and return their scores. Return
         ``None`` if the order was lost or late, because it is not known which of the calls is the cause."""
         async with self.capacity_for_one():
-            found = await self.attempt_in(await self.worker(), ScoreCall(request=request))
-        if isinstance(found, CallLoss) or found.failure:
+            outcome = await self.attempt_in(await self.worker(), ScoreCall(request=request))
+        if isinstance(outcome, CallLoss) or outcome.failure:
             return None
-        return found
+        return outcome
 
     async def score_turn(
         self, task: Task, text: str, history: str, turn: int, *, context: ScoringContext = NO_CONTEXT
@@ -179,10 +179,10 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
     async def _answer(self, request: ScoreCompletions) -> Scores:
         """Score a request in a worker, and return the scores. They are a failure (``reward_crashed``) if the request is
         found to kill its worker even if it is the only call."""
-        found = await self.make(ScoreCall(request=request))
-        if isinstance(found, CallLoss):
+        outcome = await self.make(ScoreCall(request=request))
+        if isinstance(outcome, CallLoss):
             return Scores(rewards=(), failure="reward_crashed: the process that computed it died, alone too")
-        return found
+        return outcome
 
     def new_worker(self, process: WorkerProcess, group: WorkerGroup) -> ScoringWorker:
         """Return the worker record of ``process``, which was just started on the machine of ``group``."""
@@ -198,9 +198,9 @@ class ScorerPool(WorkerPool[ScoringWorker, ScoreCall, Scores]):
         consecutive calls that blocked their worker, only one call runs at a time, and all others fail at once.
         Otherwise they would wait for hours for a function that always blocks."""
         if self._num_blocked >= MOST_BLOCKED and self._num_tried:
-            words = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
+            problem = f"the last {self._num_blocked} calls blocked their worker for {self._timeout_s:g} s each"
             advice = "let an async def await what it waits for, and bound what a function computes"
-            return Scores(rewards=(), failure=f"reward_timeout: {words}; {advice}")
+            return Scores(rewards=(), failure=f"reward_timeout: {problem}; {advice}")
         self._num_tried += 1
         try:
             return await self._attempt(worker, call, number)

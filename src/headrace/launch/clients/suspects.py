@@ -51,14 +51,14 @@ class OneByOne:
     async def clear(self, pool: WorkerPool[Any, Any, Any], call: PoolCall, loss: CallLoss) -> Any:
         """Repeat a lost call in the shared workers, together with few others. If it is lost again, execute it alone in
         the additional worker. Return its answer, or ``CULPRIT`` if the worker died there as well."""
-        found: Any = loss
-        if found is CallLoss.DIED:
+        outcome: Any = loss
+        if outcome is CallLoss.DIED:
             async with self._shared_repeats:
-                found = await pool.in_shared(call)
-        if isinstance(found, CallLoss):
+                outcome = await pool.in_shared(call)
+        if isinstance(outcome, CallLoss):
             async with self._alone:
-                found = await self._make_alone(pool, call)
-        return CallLoss.CULPRIT if isinstance(found, CallLoss) else found
+                outcome = await self._make_alone(pool, call)
+        return CallLoss.CULPRIT if isinstance(outcome, CallLoss) else outcome
 
     def forget(self, call: PoolCall) -> None:
         """Do nothing: this policy stores no records of calls."""
@@ -69,11 +69,11 @@ class OneByOne:
         if self._slot is None:
             self._slot = WorkerSlot(await pool.some_group())
             pool.in_background(pool.keep_filled(self._slot))
-        found: Any = CallLoss.INNOCENT
-        while found is CallLoss.INNOCENT:
+        outcome: Any = CallLoss.INNOCENT
+        while outcome is CallLoss.INNOCENT:
             self._slot.needed.set()
-            found = await pool.attempt_in(await pool.worker(self._slot), call)
-        return found
+            outcome = await pool.attempt_in(await pool.worker(self._slot), call)
+        return outcome
 
 
 @dataclass(slots=True, eq=False)
@@ -139,11 +139,11 @@ class ByHalves:
         """Repeat a lost call, in the worker of its trial if it is a suspect, until it has an answer or is found to be
         the cause. Return the answer or :attr:`CallLoss.CULPRIT`. A loss for another reason ends the attempts and is
         returned, too."""
-        found: Any = loss
-        while found in (CallLoss.INNOCENT, CallLoss.DIED):
+        outcome: Any = loss
+        while outcome in (CallLoss.INNOCENT, CallLoss.DIED):
             trial = self._assigned.pop(call, None)
-            found = await (pool.in_shared(call) if trial is None else self._make_in_trial(pool, call, trial))
-        return found
+            outcome = await (pool.in_shared(call) if trial is None else self._make_in_trial(pool, call, trial))
+        return outcome
 
     def forget(self, call: PoolCall) -> None:
         """Record that ``call`` has ended, with or without an answer. If it is assigned to a trial in which it has not
@@ -158,8 +158,8 @@ class ByHalves:
             self._alone.add(call)
         try:
             await asyncio.wait([trial.worker])  # awaiting the future itself would cancel it for the other suspects
-            found = await pool.attempt_in(trial.worker.result(), call)
-            return CallLoss.CULPRIT if found is CallLoss.DIED and call in self._alone else found
+            outcome = await pool.attempt_in(trial.worker.result(), call)
+            return CallLoss.CULPRIT if outcome is CallLoss.DIED and call in self._alone else outcome
         finally:
             self._alone.discard(call)
             trial.leave()

@@ -42,7 +42,7 @@ class AnswerRoutes:
         if order.answers_to in self._gone:
             return False
         if order.answers_to:
-            self._readers.update(dict.fromkeys([one.request_id for one in order.requests], order.answers_to))
+            self._readers.update(dict.fromkeys([request.request_id for request in order.requests], order.answers_to))
         return True
 
     def split(self, chunks: Sequence[TokenChunk], stats: EngineStats) -> list[TokenChunk]:

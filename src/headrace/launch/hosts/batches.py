@@ -37,11 +37,11 @@ class ReadBatch:
         loss."""
         if not self.why:
             return report
-        dropped = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
-        words = (
+        dropped_tokens = {**report.dropped_tokens, COLUMNS_LOST: self.lost_tokens}
+        problem = (
             f"kept-sets or experts could not be read, so that the tokens of their groups carried no loss: {self.why}"
         )
-        return msgspec.structs.replace(report, dropped_tokens=dropped, problems=(*report.problems, words))
+        return msgspec.structs.replace(report, dropped_tokens=dropped_tokens, problems=(*report.problems, problem))
 
 
 def put_together(last: Batch, num_parts: int, call: int, parts: Sequence[BatchPart]) -> Batch:
@@ -73,24 +73,24 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
             f"the batch of step {batch.step} refers to columns in a store, and this learner has none",
             remedy="resume the run; controller and learner must have the same version of headrace",
         )
-    found, lost = read_batch(batch, StoreReader(Path(start.directory)))
+    loaded, lost = read_batch(batch, StoreReader(Path(start.directory)))
     reasons = {group: error.problem for group, error in lost.items()}
     if not isinstance(ranks, SingleRank):
         reasons = _read_reasons(reasons, ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None))
     if not reasons:
-        return ReadBatch(batch=found)
-    found, lost_tokens = without_groups(found, reasons)
-    return ReadBatch(batch=found, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
+        return ReadBatch(batch=loaded)
+    loaded, lost_tokens = without_groups(loaded, reasons)
+    return ReadBatch(batch=loaded, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
 
 
 def _read_reasons(reasons: dict[int, str], leaders: bytes) -> dict[int, str]:
     """Return the groups that carry no loss, with the reason of each, from ``leaders``, the message of rank 0. Raises
     :class:`~headrace.base.errors.ComponentDied` if ``reasons``, the groups that this rank cannot read, contain another
     group."""
-    known: dict[int, str] = _REASONS.decode(leaders)
-    further = [why for group, why in reasons.items() if group not in known]
-    if further:
+    lost_groups: dict[int, str] = _REASONS.decode(leaders)
+    unreadable = [why for group, why in reasons.items() if group not in lost_groups]
+    if unreadable:
         raise ComponentDied(
-            f"a rank cannot read what rank 0 has read: {further[0]}", remedy="run all ranks on one machine"
+            f"a rank cannot read what rank 0 has read: {unreadable[0]}", remedy="run all ranks on one machine"
         )  # fmt: skip
-    return known
+    return lost_groups

@@ -36,9 +36,9 @@ class EngineColumns:
             return chunks
         sent: list[TokenChunk] = []
         failed: set[int] = set()
-        left = deque(chunks)
-        while left:
-            chunk = left.popleft()
+        pending = deque(chunks)
+        while pending:
+            chunk = pending.popleft()
             if chunk.request_id in failed:
                 continue
             try:
@@ -47,7 +47,7 @@ class EngineColumns:
                 failed.add(chunk.request_id)
                 reason = SequenceFailed(error.problem, remedy=error.remedy)
                 sent.append(TokenChunk(request_id=chunk.request_id, tokens=NO_TOKENS, lost=chunk.lost).failed(reason))
-                left.extend(abort([chunk.request_id]))
+                pending.extend(abort([chunk.request_id]))
         return sent
 
     def read(self, message: ScoreTokens) -> ScoreTokens:

@@ -224,11 +224,11 @@ class EngineHost:
             case Generate(requests=requests):
                 if self._answers is not None and not self._answers.add(message):
                     return []
-                return [refused for request in requests for refused in self._add(request)]
+                return [chunk for request in requests for chunk in self._add(request)]
             case AbortAllOf(answers_to=reader) if self._answers is not None:
-                gone = set(self._answers.forget(reader))
+                aborted_ids = set(self._answers.forget(reader))
                 # the core returns all pending chunks, including chunks of other processes' requests
-                return [chunk for chunk in self._core.abort(list(gone)) if chunk.request_id not in gone]
+                return [chunk for chunk in self._core.abort(list(aborted_ids)) if chunk.request_id not in aborted_ids]
             case Abort(request_ids=request_ids):
                 return self._core.abort(request_ids)
             case Stage():
@@ -371,8 +371,8 @@ def busy_spans(start_s: float, end_s: float, prefill_s: float) -> list[Span]:
     [('prefill', 0.125), ('generate', 0.125)]
     """
     turn_s = min(end_s, start_s + prefill_s)
-    both = (("prefill", start_s, turn_s), ("generate", turn_s, end_s))
-    return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in both if left < right]
+    phases = (("prefill", start_s, turn_s), ("generate", turn_s, end_s))
+    return [Span(lane="engine", name=name, start_s=left, end_s=right) for name, left, right in phases if left < right]
 
 
 def _host_config(start: EngineStart, channel: PartChannel) -> EngineHostConfig:

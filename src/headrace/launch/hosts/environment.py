@@ -122,8 +122,8 @@ class _OrderDispatcher:
             executor=self.threads,
         )
         try:
-            ended = await self.rollout(order.row, policy)
-            self.channel.send(_done_message(order.call, ended))
+            episode = await self.rollout(order.row, policy)
+            self.channel.send(_done_message(order.call, episode))
         except (EpisodeError, RequestError) as error:
             reason = error.reason if isinstance(error, EpisodeError) else "request_refused"
             self._fail(order.call, reason, f"{error.problem}; {error.remedy}" if error.remedy else error.problem)
@@ -233,17 +233,17 @@ class _LoopWatchdog:
         """Check at intervals whether the event loop is running, and report the episode that blocks it. This is the body
         of the thread, and ends with the process."""
         pause = threading.Event()
-        reported = False
+        is_reported = False
         while True:
             self._loop.call_soon_threadsafe(self._record_turn)
             pause.wait(ALIVE_S)
-            blocked = self._clock.now() - self._last_turn_s > self._block_s
-            culprit = self._find_culprit() if blocked else -1
-            if culprit >= 0 and not reported:
-                reported = True
+            is_blocked = self._clock.now() - self._last_turn_s > self._block_s
+            culprit = self._find_culprit() if is_blocked else -1
+            if culprit >= 0 and not is_reported:
+                is_reported = True
                 self._channel.send(Alive(blocked_by=culprit))
-            elif not blocked:
-                reported = False
+            elif not is_blocked:
+                is_reported = False
                 self._channel.send(Alive())
 
     def _find_culprit(self) -> int:
@@ -272,19 +272,19 @@ def _contains_user_code(frame: FrameType | None) -> bool:
     return False
 
 
-def _done_message(call: int, ended: Episode) -> EpisodeDone:
+def _done_message(call: int, episode: Episode) -> EpisodeDone:
     """Return the message that reports the rewards of an ended episode, and which of its turns are trained (``None``
     means all)."""
-    trained = None if ended.trained is None else tuple(reply.turn for reply in ended.trained)
+    trained = None if episode.trained is None else tuple(reply.turn for reply in episode.trained)
     return EpisodeDone(
         call=call,
-        reward=ended.reward,
-        turn_rewards=dict(ended.rewards),
-        agent_rewards=dict(ended.agent_rewards),
+        reward=episode.reward,
+        turn_rewards=dict(episode.rewards),
+        agent_rewards=dict(episode.agent_rewards),
         trained=trained,
         turn_extra={
             turn: {str(name): plain_value(value) for name, value in columns.items()}
-            for turn, columns in ended.extra.items()
+            for turn, columns in episode.extra.items()
         },
     )
 

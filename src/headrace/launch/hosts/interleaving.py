@@ -74,7 +74,7 @@ class RequestNames:
     def seeds(self, request_ids: Iterable[int]) -> tuple[int, ...]:
         """Return the seeds of the requests with these ids, in order. Requests that are no longer in the engine are left
         out."""
-        return tuple(self._seeds[one] for one in request_ids if one in self._seeds)
+        return tuple(self._seeds[request_id] for request_id in request_ids if request_id in self._seeds)
 
     def ids(self, seeds: Iterable[int]) -> tuple[int, ...]:
         """Return the ids of the requests with these seeds, in order. Requests that are not in the engine are left
@@ -284,8 +284,8 @@ class ReplayGate:
             self._late_since_s = now
         if line.kind is EngineInput.COMMIT or now - self._late_since_s < self._deadline_s:
             return  # a commit may wait for a long step of the learner, which has its own deadline
-        kept = ", ".join(self._name_request(seed) for seed in list(self._requests)[:3])
-        instead = f"; {len(self._requests)} others are there, of {kept} …" if kept else ""
+        names = ", ".join(self._name_request(seed) for seed in list(self._requests)[:3])
+        instead = f"; {len(self._requests)} others are there, of {names} …" if names else ""
         raise ReplayDiffers(
             f"before step {line.steps + 1} of the engine the recorded run told it to {self._describe(line)}; the "
             f"controller has not sent that for {self._deadline_s:g} s{instead}",

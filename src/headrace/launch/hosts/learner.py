@@ -308,14 +308,14 @@ class LearnerHost:
         which a thread sends when the version is announced."""
         match message:
             case Train(call=call, batch=batch):
-                found = self._orders.read(batch)
-                report = found.told(self._core.train(found.batch))
+                loaded = self._orders.read(batch)
+                report = loaded.told(self._core.train(loaded.batch))
                 self._orders.answer(Trained(call=call, report=report, spans=self._core.take_spans()))
             case Logprobs(call=call, batch=batch):
-                found = self._orders.read(batch)
-                if found.why:
-                    raise StoreError(found.why, remedy="look at the folder 'columns' of the run's directory")
-                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(found.batch)))
+                loaded = self._orders.read(batch)
+                if loaded.why:
+                    raise StoreError(loaded.why, remedy="look at the folder 'columns' of the run's directory")
+                self._orders.answer(LogprobsReply(call=call, logprobs_N=self._core.logprobs(loaded.batch)))
             case Publish():
                 self._publish(message)
             case Resend():
@@ -329,24 +329,24 @@ class LearnerHost:
         exists at a time."""
         self._wait_for_saving()
         start_s = self._clock.now()
-        rest = self._core.begin_save(Path(order.directory))
+        write_rest = self._core.begin_save(Path(order.directory))
         seconds = self._clock.now() - start_s
         self._orders.answer(SnapshotTaken(call=order.call, seconds=seconds, spans=self._core.take_spans()))
-        self._saving = self._saver.submit(self._write, order, rest)
+        self._saving = self._saver.submit(self._write, order, write_rest)
 
     def _wait_for_saving(self) -> None:
         """Wait until the saving thread has finished its work. Raises an unexpected error of that thread."""
         if self._saving is not None:
             self._saving.result()
 
-    def _write(self, order: Save, rest: Callable[[], None]) -> None:
-        """Call ``rest``, which writes the remaining parts of a checkpoint, and answer the order with the duration or
-        with the error. This runs in the saving thread. If another rank is lost, this process ends."""
+    def _write(self, order: Save, write_rest: Callable[[], None]) -> None:
+        """Call ``write_rest``, which writes the remaining parts of a checkpoint, and answer the order with the duration
+        or with the error. This runs in the saving thread. If another rank is lost, this process ends."""
 
         def work() -> None:
             """Write the checkpoint and send the answer."""
             start_s = self._clock.now()
-            rest()
+            write_rest()
             end_s = self._clock.now()
             span = Span(lane="checkpoint", name="write", start_s=start_s, end_s=end_s)
             self._orders.answer(Saved(call=order.call, seconds=end_s - start_s, spans=(span,)))

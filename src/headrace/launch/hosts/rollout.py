@@ -49,8 +49,8 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
             await _run_shard(start, channel, None)
             return
         directory = Path(channel.addresses.orders.removeprefix("ipc://")).parent
-        noted = _note_sender(channel)
-        async with workers_of(start.environment, start.sampling, directory, noted) as workers:
+        send_note = _note_sender(channel)
+        async with workers_of(start.environment, start.sampling, directory, send_note) as workers:
             await _run_shard(start, channel, workers)
     except BaseExceptionGroup as group:
         raise _first_error(group) from None

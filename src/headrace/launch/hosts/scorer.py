@@ -39,8 +39,8 @@ def _start_threads(num: int) -> ThreadPoolExecutor:
     a reward that starts as many processes as the system allows would prevent the start of further threads."""
     threads = ThreadPoolExecutor(max_workers=num, thread_name_prefix="reward")
     barrier = threading.Barrier(num, timeout=START_S)  # if one cannot be started, the others stop waiting
-    for started in [threads.submit(barrier.wait) for _ in range(num)]:
-        started.result()
+    for future in [threads.submit(barrier.wait) for _ in range(num)]:
+        future.result()
     return threads
 
 
@@ -82,19 +82,19 @@ async def _score(reward: Grader, request: ScoreCompletions, on_start: Callable[[
             extra=scores.extra,
             mean_s=_mean_s(reward),
         )
-    found = []
+    graded = []
     for index in range(len(request.completions)):
         scores = await reward.score(request.single(index), on_start if index == 0 else lambda: None)
-        found.append(scores.of(0))
+        graded.append(scores.of(0))
     metrics: dict[str, tuple[float, ...]] = {}
-    for each in found:
+    for each in graded:
         metrics |= {name: (*metrics.get(name, ()), *values) for name, values in each.metrics.items()}
     return Scored(
         call=request.call,
-        rewards=tuple(each.reward for each in found),
+        rewards=tuple(each.reward for each in graded),
         metrics=metrics,
-        extra=tuple(each.extra for each in found) if any(each.extra for each in found) else (),
-        errors=tuple(each.failure for each in found) if any(each.failure for each in found) else (),
+        extra=tuple(each.extra for each in graded) if any(each.extra for each in graded) else (),
+        errors=tuple(each.failure for each in graded) if any(each.failure for each in graded) else (),
         mean_s=_mean_s(reward),
     )
 

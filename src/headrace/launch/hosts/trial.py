@@ -67,23 +67,23 @@ async def trial(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
     clock, report = RealClock(), TrialReport()
     kind, entry = task["kind"], task["entry"]
     start_s = clock.now()
-    ended: Episode | EpisodeError
+    result: Episode | EpisodeError
     try:
         loaded = await asyncio.to_thread(_load, kind, entry, json.dumps(task["options"]))
         report.load_s = clock.now() - start_s
         async with asyncio.TaskGroup() as group:
             measuring = group.create_task(_measure_lag(report))
-            ended = await loaded.rollout(task["row"], policy)
+            result = await loaded.rollout(task["row"], policy)
             measuring.cancel()
         report.uncopyable = sorted(set(loaded.uncopyable))
     except BaseException as error:
         if being_cancelled():  # user code may raise CancelledError too
             raise
-        ended = _as_episode_error(error, entry)
+        result = _as_episode_error(error, entry)
     await policy.chat(msgspec.json.encode(report).decode(), agent=REPORT)
-    if isinstance(ended, EpisodeError):
-        raise ended
-    return ended
+    if isinstance(result, EpisodeError):
+        raise result
+    return result
 
 
 def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
@@ -97,10 +97,10 @@ def _as_episode_error(error: BaseException, entry: str) -> EpisodeError:
     if isinstance(error, HeadraceError):
         return EpisodeError(error.problem, remedy=error.remedy, reason=UNUSABLE)
     try:
-        words = where(error, entry.rpartition(":")[0])
+        problem = where(error, entry.rpartition(":")[0])
     except BaseException:  # noqa: BLE001 - the user's ``__str__`` is user code too
-        words = f"{type(error).__name__}, which cannot be printed"
-    return EpisodeError(words, remedy="")  # the words name the line
+        problem = f"{type(error).__name__}, which cannot be printed"
+    return EpisodeError(problem, remedy="")  # the problem names the line
 
 
 @functools.cache

@@ -45,15 +45,15 @@ def _definitions_used(tree: ast.Module, name: str) -> list[ast.stmt]:
     """Return the top-level functions and classes that the definition ``name`` uses, directly or through other
     definitions, including the definition itself."""
     definition_types = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    defined = {node.name: node for node in tree.body if isinstance(node, definition_types)}
-    found: dict[str, ast.stmt] = {}
+    definitions = {node.name: node for node in tree.body if isinstance(node, definition_types)}
+    used: dict[str, ast.stmt] = {}
     pending = [name]
     while pending:
         name = pending.pop()
-        if name in defined and name not in found:
-            found[name] = defined[name]
-            pending += [node.id for node in ast.walk(defined[name]) if isinstance(node, ast.Name)]
-    return list(found.values())
+        if name in definitions and name not in used:
+            used[name] = definitions[name]
+            pending += [node.id for node in ast.walk(definitions[name]) if isinstance(node, ast.Name)]
+    return list(used.values())
 
 
 def _import_names(tree: ast.Module) -> dict[str, str]:

@@ -199,9 +199,9 @@ class Curriculum:
 
     def state(self) -> CurriculumState:
         """Return the current state, for a snapshot."""
-        known = np.flatnonzero(self._last_R >= 0).tolist()
-        rates = [None if np.isnan(rate) else rate for rate in self._rate_R[known].tolist()]
-        columns = zip(known, self._last_R[known].tolist(), rates, self._wakes_R[known].tolist(), strict=True)
+        rows = np.flatnonzero(self._last_R >= 0).tolist()
+        rates = [None if np.isnan(rate) else rate for rate in self._rate_R[rows].tolist()]
+        columns = zip(rows, self._last_R[rows].tolist(), rates, self._wakes_R[rows].tolist(), strict=True)
         return CurriculumState(
             rows=tuple(RowRecord(*values) for values in columns),
             waiting=tuple(self._waiting),
@@ -235,14 +235,14 @@ class Curriculum:
     def _use_outcomes(self, version: int) -> None:
         """Update solve rates, pools and resting rows with the outcomes of groups that were admitted under versions
         before ``version``, in the order of the groups' numbers. All other outcomes are kept for later."""
-        known = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
-        if not known:
+        usable = sorted((o for o in self._waiting if o.version < version), key=lambda outcome: outcome.number)
+        if not usable:
             return
         self._waiting = [outcome for outcome in self._waiting if outcome.version >= version]
-        for outcome in known:
+        for outcome in usable:
             before = float(self._rate_R[outcome.row])
-            kept = 0.0 if np.isnan(before) else self._config.memory
-            self._set_rate(outcome.row, kept * (0.0 if kept == 0.0 else before) + (1 - kept) * outcome.solved)
+            memory = 0.0 if np.isnan(before) else self._config.memory
+            self._set_rate(outcome.row, memory * (0.0 if memory == 0.0 else before) + (1 - memory) * outcome.solved)
             if outcome.solved in (0.0, 1.0):
                 self._wakes_R[outcome.row] = outcome.number + self.num_rest
 

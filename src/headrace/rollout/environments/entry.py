@@ -28,7 +28,7 @@ def load_entry(
     kind: str,
     reference: str,
     executor: Executor,
-    adapt: Callable[[Any], Any] = lambda found: found,
+    adapt: Callable[[Any], Any] = lambda target: target,
     *,
     own_namespace: bool = True,
 ) -> Rollout:
@@ -42,33 +42,33 @@ def load_entry(
         return partial(_program, Program(shlex.split(reference), own_namespace=own_namespace))
     path, name = find_in_file(reference, "env.entry")
     try:
-        found = vars(load_file(path))[name]
+        target = vars(load_file(path))[name]
     except ConfigError as error:
         raise EnvError(f"env.entry={reference!r}: {error.problem}", remedy=error.remedy) from None
-    return _KINDS[kind](adapt(found), reference, executor)
+    return _KINDS[kind](adapt(target), reference, executor)
 
 
-def _describe(found: Any) -> str:
+def _describe(target: Any) -> str:
     """Return a description of the object that a user has named in place of a rollout or an environment, for an error
     message."""
-    if inspect.isfunction(found):
-        parameters = ", ".join(inspect.signature(found).parameters)
-        return f"{'an async' if inspect.iscoroutinefunction(found) else 'a plain'} function of ({parameters})"
-    return "another class" if isinstance(found, type) else f"a {type(found).__name__}"
+    if inspect.isfunction(target):
+        parameters = ", ".join(inspect.signature(target).parameters)
+        return f"{'an async' if inspect.iscoroutinefunction(target) else 'a plain'} function of ({parameters})"
+    return "another class" if isinstance(target, type) else f"a {type(target).__name__}"
 
 
-def _env(found: Any, reference: str, executor: Executor) -> Rollout:
-    """Return the rollout function for an environment class. Raises :class:`~headrace.base.errors.EnvError` if ``found``
-    is not a class that inherits :class:`Env`."""
-    if not (isinstance(found, type) and issubclass(found, Env)):
+def _env(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for an environment class. Raises :class:`~headrace.base.errors.EnvError` if
+    ``target`` is not a class that inherits :class:`Env`."""
+    if not (isinstance(target, type) and issubclass(target, Env)):
         raise EnvError(
-            f"env.entry={reference!r} is {_describe(found)}, and env.kind='env' needs a class that inherits "
+            f"env.entry={reference!r} is {_describe(target)}, and env.kind='env' needs a class that inherits "
             "headrace.Env",
-            remedy=f"as a reward, name an object of it (score = {found.__name__}(...))"
-            if isinstance(found, type) and "__call__" in vars(found)
+            remedy=f"as a reward, name an object of it (score = {target.__name__}(...))"
+            if isinstance(target, type) and "__call__" in vars(target)
             else "write class MyEnv(headrace.Env), or set env.kind = 'rollout' for a function",
         )
-    return as_rollout(found, executor)
+    return as_rollout(target, executor)
 
 
 def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
@@ -77,25 +77,25 @@ def as_rollout(found: Callable[..., Any], executor: Executor) -> Rollout:
     return _checked_rollout(found) if inspect.iscoroutinefunction(found) else partial(_play, found, executor)
 
 
-def _rollout(found: Any, reference: str, executor: Executor) -> Rollout:
-    """Return the rollout function for ``found``, the async function that ``env.entry`` names. Raises
+def _rollout(target: Any, reference: str, executor: Executor) -> Rollout:
+    """Return the rollout function for ``target``, the async function that ``env.entry`` names. Raises
     :class:`~headrace.base.errors.EnvError` for anything else."""
-    if not inspect.iscoroutinefunction(found) or len(inspect.signature(found).parameters) < 2:
+    if not inspect.iscoroutinefunction(target) or len(inspect.signature(target).parameters) < 2:
         raise EnvError(
-            f"env.entry={reference!r} is {_describe(found)}, and env.kind='rollout' needs an async function of two "
+            f"env.entry={reference!r} is {_describe(target)}, and env.kind='rollout' needs an async function of two "
             "parameters",
             remedy="write async def rollout(task, policy), or set env.kind = 'env' for a class",
         )
-    return as_rollout(found, executor)
+    return as_rollout(target, executor)
 
 
-def _checked_rollout(found: Callable[..., Awaitable[Any]]) -> Rollout:
-    """Return a function that calls the user's rollout ``found`` and returns its result as an :class:`Episode`. The
+def _checked_rollout(target: Callable[..., Awaitable[Any]]) -> Rollout:
+    """Return a function that calls the user's rollout ``target`` and returns its result as an :class:`Episode`. The
     reward is checked to be a number."""
 
     async def attempt(task: Mapping[str, Any], policy: EpisodePolicy) -> Episode:
         """Attempt ``task`` with the user's function, and return the episode."""
-        returned = await found(task, policy)
+        returned = await target(task, policy)
         return _as_episode(returned) if isinstance(returned, Episode) else Episode(reward=as_reward(returned))
 
     return attempt

@@ -101,8 +101,8 @@ class EpisodePolicy:
         Raises :class:`~headrace.base.errors.BudgetSpent` if a budget of the episode is spent, and
         :class:`~headrace.base.errors.RequestError` for a request that the engine cannot serve.
         """
-        offered = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
-        return await self._episode.reply(as_messages(messages), offered, _as_options(options))
+        descriptions = [tool if isinstance(tool, Tool) else self._function(tool).tool for tool in tools]
+        return await self._episode.reply(as_messages(messages), descriptions, _as_options(options))
 
     async def sample(self, ids: Sequence[int], **options: Unpack[Options]) -> Reply:
         """Return the model's answer to the token ids ``ids``, the complete input of the model."""
@@ -111,7 +111,7 @@ class EpisodePolicy:
     async def call_tools(self, message: Message, tools: Sequence[Callable[..., Any]]) -> list[Message]:
         """Call the functions that ``message`` calls, and return their answers as messages to append. Plain functions
         run in a thread. If a function raises an error, the error text is its answer."""
-        functions = {made.tool.name: made for made in map(self._function, tools)}
+        functions = {tool.tool.name: tool for tool in map(self._function, tools)}
         return await call_tools(message, functions, self._executor)
 
     def _function(self, function: Callable[..., Any]) -> ToolFunction | DescribedTool:

@@ -105,11 +105,11 @@ async def call_tools(
 def tool_functions(functions: Sequence[Callable[..., Any]]) -> dict[str, ToolFunction | DescribedTool]:
     """Return the given functions as tools, by name. Raises :class:`~headrace.base.errors.EnvError` if two tools have
     the same name."""
-    made = [described(function) for function in functions]
-    found = {tool.tool.name: tool for tool in made}
-    if len(found) < len(made):
-        raise EnvError(f"two tools have one name: {[tool.tool.name for tool in made]}", remedy="rename one of them")
-    return found
+    tools = [described(function) for function in functions]
+    tools_by_name = {tool.tool.name: tool for tool in tools}
+    if len(tools_by_name) < len(tools):
+        raise EnvError(f"two tools have one name: {[tool.tool.name for tool in tools]}", remedy="rename one of them")
+    return tools_by_name
 
 
 def described(function: Callable[..., Any]) -> ToolFunction | DescribedTool:

@@ -110,13 +110,13 @@ class CodeReward(RewardSection):
         code = code_in(request.completions[0])
         if not code.strip() or len(code) > MAX_CODE:
             return 0.0
-        passed = 0
+        num_passed = 0
         for test in tests:
             passes = self._passes(code, test)
-            passed += passes
+            num_passed += passes
             if not passes and not self.partial:
                 return 0.0
-        return passed / len(tests)
+        return num_passed / len(tests)
 
     def _passes(self, code: str, test: Any) -> bool:
         """Return whether the program ``code`` passes one test. The test is Python statements as text, a call with its

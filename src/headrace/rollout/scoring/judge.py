@@ -109,8 +109,8 @@ class JudgeReward(RewardSection):
     def columns(self) -> dict[str, str]:
         """Return the columns that the judge's prompt contains, each with its placeholder. Every row must have these
         columns."""
-        shown = template_fields(self.prompt, "prompt", "") - {"prompt", "completion", "history"}
-        return {name: f"the {{{name}}} of its prompt" for name in shown}
+        columns = template_fields(self.prompt, "prompt", "") - {"prompt", "completion", "history"}
+        return {name: f"the {{{name}}} of its prompt" for name in columns}
 
     def check(self) -> Self:
         """Check that the environment variable for the API key is set, and return the section."""

@@ -49,7 +49,7 @@ if sys.platform == "linux":
     _libc.prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
 
 
-def _checked(result: int, what: str) -> int:
+def _check_result(result: int, what: str) -> int:
     """Return the result of a system call. Raises ``OSError`` if it is negative; ``what`` names the call in the
     error."""
     if result < 0:
@@ -62,7 +62,7 @@ def unshare(flags: int) -> None:
     """Move this process into new namespaces of the kinds in ``flags``. Raises ``OSError`` if the kernel refuses."""
     if sys.platform != "linux":
         raise OSError("there are no namespaces here")
-    _checked(_libc.unshare(flags), "unshare")
+    _check_result(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
@@ -70,14 +70,14 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
     as NULL. Raises ``OSError`` if the kernel refuses."""
     texts = [text.encode() if text else None for text in (source, target, kind, options)]
     result = _libc.mount(texts[0], texts[1], texts[2], ctypes.c_ulong(flags), texts[3])
-    _checked(result, f"mount {kind or source} on {target}")
+    _check_result(result, f"mount {kind or source} on {target}")
 
 
 def make_read_only(target: str) -> None:
     """Make the mount ``target`` and all mounts below it read-only, without devices and without set-user-id programs."""
     attributes = ctypes.create_string_buffer(struct.pack("QQQQ", READ_ONLY | NO_SUID | NO_DEVICES, 0, 0, 0))
     arguments = (ctypes.c_int(-100), target.encode(), ctypes.c_uint(0x8000), attributes, ctypes.c_size_t(32))
-    _checked(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"mount_setattr {target}")
+    _check_result(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"mount_setattr {target}")
 
 
 def change_root(root: str) -> None:
@@ -85,21 +85,21 @@ def change_root(root: str) -> None:
     if _COLUMN is None:
         raise OSError(f"pivot_root: unknown on {_MACHINE}")
     os.chdir(root)
-    _checked(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[_COLUMN]), b".", b"."), "pivot_root")
-    _checked(_libc.umount2(b".", _DETACH), "umount2")
+    _check_result(_libc.syscall(ctypes.c_long(_PIVOT_ROOT[_COLUMN]), b".", b"."), "pivot_root")
+    _check_result(_libc.umount2(b".", _DETACH), "umount2")
     os.chdir("/")
 
 
 def unmount(target: str) -> None:
     """Detach the mount at ``target``. Its files are freed when no process uses them any more."""
-    _checked(_libc.umount2(target.encode(), _DETACH), f"umount2 {target}")
+    _check_result(_libc.umount2(target.encode(), _DETACH), f"umount2 {target}")
 
 
 def _prctl(option: int, first: int, second: int = 0) -> None:
     """Call prctl(2) with an option and two arguments. Raises ``OSError`` if the kernel refuses."""
     if sys.platform != "linux":
         raise OSError("there is no prctl here")
-    _checked(_libc.prctl(option, first, second, 0, 0), "prctl")
+    _check_result(_libc.prctl(option, first, second, 0, 0), "prctl")
 
 
 def die_with_parent() -> None:

@@ -120,11 +120,11 @@ def readable_paths(more: Sequence[str]) -> list[str]:
     """Return the folders and files that can be read in a sandbox: the paths of the system and of this Python, and
     ``more``. No path in the list is below another path in it."""
     python = (sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent))
-    shown: list[str] = []
+    paths: list[str] = []
     for path in map(os.path.normpath, (*SYSTEM, *DETAILS, *python, *more)):
-        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in shown):
-            shown.append(path)
-    return shown
+        if os.path.lexists(path) and not any(path == other or path.startswith(f"{other}/") for other in paths):
+            paths.append(path)
+    return paths
 
 
 class _RunningLauncher:
@@ -211,9 +211,9 @@ class _RunningLauncher:
 
     def _exceeds_limit(self, stream: Any, data: bytes) -> bool:
         """Append ``data`` to the output of ``stream``, up to the limit, and return whether the limit was exceeded."""
-        kept = self._output[stream]
-        remaining = self._limits.output_bytes - len(kept)
-        kept += data[:remaining]
+        output = self._output[stream]
+        remaining = self._limits.output_bytes - len(output)
+        output += data[:remaining]
         return len(data) > remaining
 
     def _read_report(self) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class _RunningLauncher:
     def _build_result(self, stop_reason: Reason | None, report: dict[str, Any]) -> Finished:
         """Return the result of the run, from the launcher's report and the output. ``stop_reason`` is the limit for
         which this process ended the run, or ``None``."""
-        stdout, stderr = (bytes(kept).decode("utf-8", "replace") for kept in self._output.values())
+        stdout, stderr = (bytes(output).decode("utf-8", "replace") for output in self._output.values())
         status, excess = report.get("status"), report.get("reason", "")
         finished = Finished(
             reason=Reason.EXITED,
