@@ -1,5 +1,5 @@
 """The tree of an episode's turns, and the search for the turns that a list of messages continues.
-:class:`~headrace.rollout.conversations.Conversations` is the only user.
+:class:`~headrace.rollout.conversations.Conversations` stores the turns of an episode in it.
 
 root (given: system, user) ── answer ──┬── given: tool ── answer        a path is a conversation:
                               answer   └── given: user ── answer        its messages one after the other

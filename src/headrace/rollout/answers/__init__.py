@@ -1,4 +1,4 @@
-"""The parsing of answers as messages: one parser for each way in which models write calls of tools."""
+"""The parsing of answers as messages: one parser for each format in which models write tool calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARSERS = Registry[Callable[[], Parser]](
     rows={"hermes": "headrace.rollout.answers.formats:Hermes", "json": "headrace.rollout.answers.formats:BareJson"},
     check=lambda made: None if callable(made) else "cannot be called without arguments to make a parser",
 )
-"""The constructors of parsers, by their names in ``env.tool_parser``."""
+"""The constructors of parsers, by the names of ``env.tool_parser``."""
 
 __all__ = ["PARSERS", "ContentFilter", "ParsedAnswer", "Parser", "ReasoningFilter", "parser_for", "split_reasoning"]
 

@@ -1,5 +1,5 @@
-"""The search for calls that block the event loop, in the source code of ``async`` functions. ``headrace check env`` and
-the loading of environments warn about them."""
+"""The search for calls that block the event loop, in the source code of ``async`` functions. ``headrace check env``
+warns about them."""
 
 from __future__ import annotations
 

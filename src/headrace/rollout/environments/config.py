@@ -1,4 +1,4 @@
-"""Settings of the data and of the environment."""
+"""Settings of the data (``[data]``) and of the environment (``[env]``) of a run file."""
 
 from __future__ import annotations
 
