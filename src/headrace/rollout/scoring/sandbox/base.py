@@ -1,4 +1,4 @@
-"""The limits of a sandbox, and the result of a run in it. This module needs only the standard library and msgspec."""
+"""The limits of a sandbox, and the result of a run in it."""
 
 from __future__ import annotations
 
