@@ -50,7 +50,7 @@ TOKEN = (
     Hop("engine/native/rows", "Rows.flush", "TokenChunk", "TokenChunk"),
     Hop("engine/native/rows", "ChunkBuilder._flush", "flush"),
     Hop("launch/hosts/engine", "EngineHost._report", "send"),
-    Hop("launch/channel", "ControllerChannel.receive", "_decoded"),
+    Hop("launch/channel", "ControllerChannel.receive", "_decode"),
     Hop("launch/clients/peer", "Peer._route", "handle"),
     Hop("launch/clients/engine", "EngineClient.handle", "put"),
     Hop("launch/clients/streams", "SiblingArrivals.add", "append"),
@@ -58,7 +58,7 @@ TOKEN = (
     Hop("engine/fleet/routed", "RoutedRequest.on_chunk", "replace"),
     # the turn, to the batch
     Hop("rollout/siblings", "_Answer.turns", "Turn", "Turn"),
-    Hop("rollout/siblings", "SiblingRunner._ended", "EpisodeGraph", "EpisodeGraph"),
+    Hop("rollout/siblings", "SiblingRunner._finish", "EpisodeGraph", "EpisodeGraph"),
     Hop("control/loops/rollout", "RolloutLoop._run_together", "put"),
     Hop("control/loops/scoring", "ScoringLoop._close_group", "close_group"),
     Hop("control/groups", "close_group", "ScoredGroup", "ScoredGroup"),
