@@ -24,16 +24,17 @@ class TrainSample:
     """One root-to-leaf path of turns of an episode, laid out as token-aligned arrays."""
 
     key: EpisodeKey
-    """The episode."""
+    """The identifier of the episode."""
     tokens: Tokens
     """All T tokens of the path, prompts included."""
     mask_T: npt.NDArray[np.bool_]
-    """The tokens that carry loss: sampled by the policy, and not already trained through another path."""
+    """Whether each token carries loss: the policy sampled it, and no other path of the episode trains it."""
     advantage: float | FloatColumn
-    """The advantage of the tokens in the mask: one number for all of them, or one number for each of the T tokens."""
+    """The advantage of the tokens that carry loss: one number for all of them, or one number for each of the T
+    tokens."""
     roles: tuple[tuple[str, int], ...] = ()
-    """The authors of the turns, in order: the role of each turn's author and the number of its tokens. It may be empty
-    unless agents with adapters of their own are trained."""
+    """The authors of the turns, in order: the role of each author and the number of tokens of its turn. It may be empty
+    unless agents with their own adapters are trained."""
 
 
 class Batch(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,14 +51,14 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     ids_N: IntColumn
     """The vocabulary id of each token, prompts included."""
     mask_N: npt.NDArray[np.bool_]
-    """Whether the token carries loss."""
+    """Whether each token carries loss."""
     logprobs_N: FloatColumn
     """log μ: the log-probability of each token under the distribution that it was really sampled from, as the engine
     recorded it; 0 for a token that was not sampled."""
     versions_N: IntColumn
     """The version of the weights that sampled each token; −1 for a token that no policy sampled."""
     advantages_N: FloatColumn
-    """The advantage of each token, which counts where the mask is true."""
+    """The advantage of each token. Only advantages of tokens that carry loss are used."""
     kept: KeptSets | None = None
     """The kept-set of each of the N tokens: the vocabulary entries that top-k, top-p and min-p left to draw from.
     ``None`` if no token has one."""
@@ -66,15 +67,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     teacher_scores: TeacherScores | None = None
     """A teacher's scores of the N tokens; ``None`` if no teacher scored any."""
     agents: tuple[str, ...] = ("",)
-    """The agents whose adapters are trained: first the policy, which has the empty name, then the agents with an
-    adapter of their own."""
+    """The agents whose adapters are trained. The first is the policy, which has the empty name; the others are agents
+    with their own adapters."""
     agents_N: IntColumn | None = None
-    """The index in ``agents`` of the adapter that each of the N tokens trains; ``None``: all train the policy's."""
+    """The index in ``agents`` of the adapter that each of the N tokens trains; ``None`` if all train the policy's
+    adapter."""
 
     @classmethod
     def collate(cls, step: int, samples: list[TrainSample], agents: Sequence[str] = ()) -> Batch:
-        """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the order given.
-        ``agents`` are the roles that train adapters of their own, beside the policy's."""
+        """Return the batch of optimizer step ``step``: the columns of ``samples``, concatenated in the given order.
+        ``agents`` are the roles that train their own adapters instead of the policy's adapter."""
         tokens = Tokens.concat([sample.tokens for sample in samples])
         groups: dict[int, int] = {}
         episodes: dict[EpisodeKey, int] = {}
@@ -95,7 +97,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
             routing=tokens.routing,
             teacher_scores=tokens.teacher_scores,
             agents=("", *agents),
-            agents_N=_authors(samples, agents) if agents else None,
+            agents_N=_adapter_indices(samples, agents) if agents else None,
         )
 
     @property
@@ -109,17 +111,16 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return int(self.mask_N.sum())
 
     def by_agent(self, mask_N: npt.NDArray[np.bool_]) -> list[tuple[str, npt.NDArray[np.bool_]]]:
-        """Split the tokens of ``mask_N`` by the adapter that they train. Return, for every agent with such tokens, its
-        name and the mask of its tokens."""
+        """Divide the tokens of ``mask_N`` by the adapter that they train. Return, for every agent whose adapter is
+        trained, its name and the mask of its tokens."""
         if self.agents_N is None:
             return [("", mask_N)]
-        parts = [(agent, mask_N & (self.agents_N == place)) for place, agent in enumerate(self.agents)]
+        parts = [(agent, mask_N & (self.agents_N == index)) for index, agent in enumerate(self.agents)]
         return [(agent, own_N) for agent, own_N in parts if own_N.any()]
 
     def ages(self) -> npt.NDArray[np.int32]:
-        """Return the age of every token that carries loss, in the order of the batch: the learner's version when it
-        trains (``step``), minus the version that sampled the token. For a token of mixed versions the older one
-        counts."""
+        """Return the age of every token that carries loss, in the order of the batch: the learner's version (``step``)
+        minus the version that sampled the token. For a token of mixed versions the older version counts."""
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 

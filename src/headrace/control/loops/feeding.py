@@ -1,6 +1,8 @@
 """The feeder of the learner: it takes batches from the flow and orders their steps ahead of time, so that the learner
-need not wait between steps. To *order* a step is to queue its work in the learner: train, copy the weights and, if a
-checkpoint is due, save."""
+does not wait between steps.
+
+To *order* a step is to queue its work in the learner: train, copy the weights and, if a checkpoint is due, save.
+"""
 
 from __future__ import annotations
 
@@ -21,78 +23,79 @@ from headrace.flow.layout import outline_of
 from headrace.learner.base import Publication
 
 ORDERED_AHEAD = 2
-"""Greatest number of steps that are ordered at a time: the one that the learner works on, and the next."""
+"""Greatest number of ordered steps: the step that the learner works on, and the next step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderedStep:
-    """One step that was ordered from the learner: to train, to take a snapshot and, if one is due, to save a
+    """One step that was ordered: the learner trains it, copies the new weights and, if a checkpoint is due, saves the
     checkpoint, in this order."""
 
     step: int
     """The number of the step."""
     groups: list[ScoredGroup]
-    """The groups that it trains."""
+    """The groups that the step trains."""
     stats: BatchStats
     """Statistics of the episodes in these groups."""
     untrained: dict[str, int]
     """Number of sampled tokens in turns that carry no loss, by reason."""
     ordered_s: float
-    """The time at which the batch was given to the learner, on the clock."""
+    """The time at which the batch was sent to the learner, in seconds on the clock."""
     trained: asyncio.Task[tuple[StepReport, float]]
-    """The task that returns the step's report and the time at which it came, on the clock."""
+    """The task that returns the step's report and the time at which the report arrived, in seconds on the clock."""
     slot_s: float
-    """The time at which a weight buffer was free, on the clock."""
+    """The time at which a weight buffer for the snapshot was free, in seconds on the clock."""
     snapshot: asyncio.Task[Publication]
-    """The task that returns the snapshot of the new weights, to be published to the engines."""
+    """The task that returns the snapshot of the new weights, which is published to the engines."""
     saving: Saving | None
-    """The checkpoint that is written after the step; ``None``: none is due."""
+    """The checkpoint that is written after the step; ``None`` if no checkpoint is due."""
 
 
 class Feeder:
-    """Takes batches from the flow as soon as they are ready, and orders their steps. The learning loop owns it and
-    completes the steps."""
+    """A queue of ordered steps. It takes each batch from the flow as soon as the batch is ready, and orders its step.
+    The learning loop owns the feeder and completes the steps."""
 
     def __init__(self, state: RunState, sync: SyncLoop, saver: Saver) -> None:
-        """Take batches from the flow of ``state``. ``sync`` provides the weight buffers, and ``saver`` writes the
-        checkpoints that are due."""
+        """Create a feeder without ordered steps. ``state`` contains the flow and the learner, ``sync`` provides the
+        weight buffers, and ``saver`` writes the checkpoints that are due."""
         self._state = state
         self._sync = sync
         self._saver = saver
         self._orders_allowed = asyncio.Semaphore(ORDERED_AHEAD)
         self._orders: asyncio.Queue[OrderedStep | None] = asyncio.Queue(maxsize=ORDERED_AHEAD + 1)
-        self._awaited = False
+        self._has_waiter = False
 
     async def next(self) -> OrderedStep | None:
-        """Wait for the next step that was ordered, and return it; ``None`` after the last."""
-        self._awaited = True
+        """Wait for the next ordered step and return it; return ``None`` after the last step."""
+        self._has_waiter = True
         try:
             return await self._orders.get()
         finally:
-            self._awaited = False
+            self._has_waiter = False
 
     def done(self) -> None:
-        """Note that a step is complete, so that one more may be ordered."""
+        """Record that a step is complete, so that one more step may be ordered."""
         self._orders_allowed.release()
 
     async def run(self) -> None:
-        """Order steps until the last one, until no further batch can come, or until the run is to stop."""
+        """Order steps until the last step, until no further batch is possible, or until the run is requested to
+        stop."""
         async with asyncio.TaskGroup() as orders:
             while True:
                 await self._orders_allowed.acquire()
-                taken = await self._next_batch()
-                if taken is None:
+                batch = await self._next_batch()
+                if batch is None:
                     break
-                await self._orders.put(await self._order(taken, orders))
+                await self._orders.put(await self._order(batch, orders))
             await self._orders.put(None)
 
     async def _next_batch(self) -> TakenBatch | None:
-        """Wait for a batch of the flow and return it; ``None`` if there will be no more."""
+        """Wait for a batch of the flow and return it; return ``None`` if there will be no further batch."""
         state = self._state
         while not (state.stop_requested or state.flow.finished):
-            taken = state.flow.take()
-            if taken is not None:
-                return taken
+            batch = state.flow.take()
+            if batch is not None:
+                return batch
             if state.flow.used_up:
                 break
             await state.flow.changed.wait()
@@ -108,7 +111,7 @@ class Feeder:
             "learner", f"an entry in the ledger that step {step} is taken", provider="the disk"
         ):
             flushed_s = state.parts.clock.now()
-            await state.flow.flush()  # the ledger must know a batch as taken before it is trained
+            await state.flow.flush()  # a batch must be recorded as taken before it is trained
             state.span("ledger", "flush", flushed_s, step)
         credits = state.parts.advantages(taken.groups)
         outline = outline_of(
@@ -130,7 +133,7 @@ class Feeder:
             slot = await self._sync.free_slot()
         slot_s = state.parts.clock.now()
         snapshot = orders.create_task(self._snapshot(step + 1, slot))
-        due = (step + 1) % state.run.checkpoint_every == 0
+        saves_checkpoint = (step + 1) % state.run.checkpoint_every == 0
         return OrderedStep(
             step=step,
             groups=taken.groups,
@@ -140,19 +143,22 @@ class Feeder:
             trained=trained,
             slot_s=slot_s,
             snapshot=snapshot,
-            saving=self._saver.begin(step + 1, orders) if due else None,
+            saving=self._saver.begin(step + 1, orders) if saves_checkpoint else None,
         )
 
     async def _sleep_engine(self) -> None:
-        """Let the engine release its cache memory while the learner trains, with ``sync.interrupt = "sleep"``."""
+        """With ``sync.interrupt = "sleep"``, let the engine release its cache memory while the learner trains;
+        otherwise do nothing."""
         if self._state.parts.interrupt is Interrupt.SLEEP:
             with self._state.board.requesting("sync", "the engine to fall asleep", provider="engine"):
                 await self._state.parts.engine.pause(release=True)
 
     def _refuse_too_old(self, taken: TakenBatch) -> None:
-        """Raise :class:`~headrace.base.errors.RunError` if the batch would train a token older than the staleness
-        bound. The policy keeps the bound, so such a group was admitted under other settings, before a restart."""
+        """Raise :class:`~headrace.base.errors.RunError` if the batch contains a token older than the staleness bound.
+        The policy ensures the bound, so this can only happen to a group that was admitted before a restart, under other
+        settings."""
         flow = self._state.flow.state
+        # tokens of versions before `floor` are masked, so their age does not count
         floor = -1 if taken.oldest_version is None else taken.oldest_version
         oldest_versions = {flow.groups[group.number].oldest_version for group in taken.groups}
         for version in {max(old, floor) for old in oldest_versions if old is not None}:
@@ -171,7 +177,7 @@ class Feeder:
         return report, self._state.parts.clock.now()
 
     async def _snapshot(self, version: int, slot: int) -> Publication:
-        """Let the learner copy its weights, which are ``version``, into the buffer ``slot``, and return the
+        """Let the learner copy its weights, whose version is ``version``, into the buffer ``slot``, and return the
         snapshot."""
         with self._state.board.requesting("learner", f"a copy of version {version}", provider="the learner"):
             return await self._state.parts.learner.snapshot(version, slot)

@@ -4,7 +4,7 @@ episodes that ended together, and the learner gets bundles of the episodes of on
 
     the bundle of a group:  | sizes | ids | logprobs | versions | the other columns, encoded | padding |
 
-Shape legend: E episodes, K turns of these episodes, N tokens of these turns, one after the other.
+Shape legend: E episodes, K turns of all episodes in order, N tokens of all turns in order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ _ALIGNMENT = 8
 """Such a bundle is padded to a multiple of this size, so that columns in a file are aligned."""
 
 
-class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a turn and of its tokens that most turns do not have. They are stored only for turns that do."""
+class _RareFields(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of a turn and of its tokens that have their default value in most turns. They are stored only for the
+    other turns."""
 
     context_routing: Routing | None = None
     failed: bool = False
@@ -55,7 +56,7 @@ class _More(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     teacher_scores: TeacherScores | None = msgspec.field(default=None, name="taught")  # its name in stored runs
 
 
-_NO_MORE = _More()
+_NO_RARE_FIELDS = _RareFields()
 
 
 class _Bundle(msgspec.Struct, frozen=True, array_like=True):
@@ -72,8 +73,8 @@ class _Bundle(msgspec.Struct, frozen=True, array_like=True):
     ids_N: IntColumn
     logprobs_N: FloatColumn
     versions_N: IntColumn
-    more: dict[int, _More]
-    """The rare fields of turns that have any, by the index of the turn among the K."""
+    more: dict[int, _RareFields]
+    """The rare fields of the turns that have any, by the index of the turn in the bundle."""
 
 
 _CODEC = MessageCodec(_Bundle)
@@ -82,14 +83,14 @@ _NO_INTS, _NO_FLOATS = np.zeros(0, np.int32), np.zeros(0, np.float32)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
-    """The number of sampled tokens of one episode, and their versions."""
+    """The number of sampled tokens of one episode, and the range of their versions."""
 
     count: int
     """Number of sampled tokens."""
     oldest: int | None
-    """The oldest version of the policy that sampled a token; ``None`` if it sampled none."""
+    """The oldest version of the trained policy that sampled a token; ``None`` if that policy sampled none."""
     newest: int | None
-    """The newest version of the policy that sampled a token; ``None`` if it sampled none."""
+    """The newest version of the trained policy that sampled a token; ``None`` if that policy sampled none."""
 
 
 def bundled(episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS) -> Iterator[Sequence[EpisodeGraph]]:
@@ -107,7 +108,7 @@ def bundled(episodes: Sequence[EpisodeGraph], most_tokens: int = MOST_TOKENS) ->
 
 
 def encode_bundle(episodes: Sequence[EpisodeGraph]) -> tuple[bytes, list[Sampled]]:
-    """Return ``episodes`` as the bytes of one bundle, and for each episode the number and the versions of its sampled
+    """Return the bytes of one bundle of ``episodes`` and, for each episode, the number and the versions of its sampled
     tokens."""
     bundle = _bundle(episodes)
     return _CODEC.encode(bundle), _sampled(bundle)
@@ -233,7 +234,7 @@ def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
         ids_N=np.concatenate([span.ids_T for span in spans]),
         logprobs_N=np.concatenate([span.logprobs_T for span in spans]),
         versions_N=np.concatenate([span.versions_T for span in spans]),
-        more=more,
+        more=rare,
     )
 
 
@@ -258,15 +259,14 @@ def _turns(bundle: _Bundle, entry: int) -> list[Turn]:
     return turns
 
 
-def _more(turn: Turn) -> _More:
-    """Return those fields of a turn that most turns do not have; the object ``_NO_MORE`` if this turn has none of them
-    either."""
+def _rare_fields(turn: Turn) -> _RareFields:
+    """Return the rare fields of a turn; the object ``_NO_RARE_FIELDS`` if all of them have their default values."""
     span = turn.tokens
     plain_turn = turn.context_routing is None and turn.reward is None and turn.process is None and turn.branch is None
     plain_span = span.kept is None and span.routing is None and span.entropies_T is None and span.teacher_scores is None
     if plain_turn and plain_span and not turn.failed and not turn.untrained and not turn.teacher and not turn.extra:
-        return _NO_MORE
-    return _More(
+        return _NO_RARE_FIELDS
+    return _RareFields(
         context_routing=turn.context_routing,
         failed=turn.failed,
         untrained=turn.untrained,
@@ -283,48 +283,51 @@ def _more(turn: Turn) -> _More:
 
 
 def _turn(bundle: _Bundle, place: int, at: slice) -> Turn:
-    """Return the turn with the index ``place`` among the turns of a bundle. Its tokens are those in the slice ``at`` of
-    the bundle's tokens. Raises ``ValueError`` if the bundle does not have them."""
+    """Return the turn with the index ``place`` among the turns of a bundle. The slice ``at`` selects its tokens among
+    the bundle's tokens. Raises ``ValueError`` if the slice ends behind the last token."""
     if at.stop > len(bundle.ids_N):
         raise ValueError(f"turn {place} ends at token {at.stop} of {len(bundle.ids_N)}")
-    more = bundle.more.get(place, _NO_MORE)
+    rare = bundle.more.get(place, _NO_RARE_FIELDS)
     return Turn(
         author=bundle.authors_K[place],
         tokens=Tokens(
             ids_T=bundle.ids_N[at],
             logprobs_T=bundle.logprobs_N[at],
             versions_T=bundle.versions_N[at],
-            kept=more.kept,
-            routing=more.routing,
-            entropies_T=more.entropies_T,
-            teacher_scores=more.teacher_scores,
+            kept=rare.kept,
+            routing=rare.routing,
+            entropies_T=rare.entropies_T,
+            teacher_scores=rare.teacher_scores,
         ),
         parent=bundle.parents_K[place],
         stop_reason=bundle.stops_K[place],
-        context_routing=more.context_routing,
-        failed=more.failed,
-        untrained=more.untrained,
-        reward=more.reward,
-        process=more.process,
-        branch=more.branch,
-        teacher=more.teacher,
-        extra=more.extra,
+        context_routing=rare.context_routing,
+        failed=rare.failed,
+        untrained=rare.untrained,
+        reward=rare.reward,
+        process=rare.process,
+        branch=rare.branch,
+        teacher=rare.teacher,
+        extra=rare.extra,
     )
 
 
 def _sampled(bundle: _Bundle) -> list[Sampled]:
-    """Return, for each episode of a bundle, the number and the versions of its sampled tokens, computed for all at
-    once. They equal :attr:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions`."""
+    """Return, for each episode of a bundle, the number and the versions of its sampled tokens. The values equal
+    :attr:`EpisodeGraph.num_sampled` and :meth:`EpisodeGraph.versions`, and are computed for all episodes at once, for
+    speed."""
     ends_K = np.cumsum([0, *bundle.lengths_K])
-    bounds = ends_K[np.cumsum([0, *bundle.turns_E])]
-    versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # so that an empty episode at the end has a place
+    bounds_E = ends_K[np.cumsum([0, *bundle.turns_E])]
+    versions_N = np.append(bundle.versions_N, NOT_SAMPLED)  # reduceat needs a valid start for an empty last episode
     sampled_N = versions_N != NOT_SAMPLED
+    # tokens of a frozen agent are sampled, but have no version of the trained policy
     own_N = sampled_N & (versions_N != FROZEN)
     oldest_N = oldest(versions_N)
-    starts_E = bounds[:-1]
-    least_E = np.minimum.reduceat(np.where(own_N, oldest_N, _LATEST), starts_E)
+    starts_E = bounds_E[:-1]
+    least_E = np.minimum.reduceat(np.where(own_N, oldest_N, _GREATEST_VERSION), starts_E)
     most_E = np.maximum.reduceat(np.where(own_N, oldest_N, NOT_SAMPLED), starts_E)
-    counts_E, own_E = (np.diff(np.append(0, np.cumsum(mask_N))[bounds]) for mask_N in (sampled_N, own_N))
+    # differences of cumulative sums, because reduceat returns a wrong value for an empty episode
+    counts_E, own_E = (np.diff(np.append(0, np.cumsum(mask_N))[bounds_E]) for mask_N in (sampled_N, own_N))
     return [
         Sampled(count=count, oldest=least if own else None, newest=most if own else None)
         for count, own, least, most in zip(

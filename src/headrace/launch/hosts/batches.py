@@ -33,6 +33,7 @@ from headrace.learner.parallel.mesh import AnyRanks, SingleRank
 INLINE_RESULTS = 1 << 20
 """The results of a step of up to this many tokens travel with its report, and stand in the ledger itself."""
 _REASONS = msgspec.msgpack.Decoder(dict[int, str])
+"""The decoder of the message in which rank 0 sends the groups without loss."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,9 +44,9 @@ class ReadBatch:
     laid_out: LaidOutBatch | None = None
     """The same batch before further columns were read; ``None`` if it was not laid out here."""
     lost_tokens: int = 0
-    """The number of tokens without loss because columns of their groups could not be read."""
+    """The number of tokens that carry no loss because columns of their groups could not be read."""
     why: str = ""
-    """The reason for the first of those groups; empty if there are none."""
+    """The reason for the first of these groups; empty if there are none."""
 
     def told(self, report: StepReport) -> StepReport:
         """Return the report of the step on this batch for the controller, with what was found out when it was laid out,
@@ -130,9 +131,9 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     found, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
     reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
-        return ReadBatch(batch=found)
-    found, lost_tokens = without_groups(found, reasons)
-    return ReadBatch(batch=found, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
+        return ReadBatch(batch=loaded)
+    loaded, lost_tokens = without_groups(loaded, reasons)
+    return ReadBatch(batch=loaded, lost_tokens=lost_tokens, why=next(iter(reasons.values())))
 
 
 def _inline(group: GroupOutline) -> bytes:
@@ -161,6 +162,6 @@ def _agreed(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
     further = [why for group, why in reasons.items() if group not in known]
     if further:
         raise ComponentDied(
-            f"a rank cannot read what rank 0 has read: {further[0]}", remedy="run all ranks on one machine"
+            f"a rank cannot read what rank 0 has read: {unreadable[0]}", remedy="run all ranks on one machine"
         )  # fmt: skip
-    return known
+    return lost_groups

@@ -1,7 +1,7 @@
-"""The messages that a learner receives. ``call`` is the number of an order, which its answer repeats.
+"""The messages that a learner receives. ``call`` is the number of an order; the learner's answer repeats it.
 
-The learner has several buffers for published weights; a *slot* is the index of one. An *address* is where an engine
-receives weights or orders.
+The learner has several buffers for published weights; a *slot* is the index of a buffer. An *address* is the address at
+which an engine receives weights or orders.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Publish(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     slot: int
     to: tuple[str, ...] = ()
-    """The addresses of the engines, for transports that send the weights to each receiver."""
+    """The addresses of the engines, for transports that send the weights to each receiver separately."""
     announce_to: dict[str, str] = {}
-    """The engines to which the learner itself announces the version: each engine's address for orders, mapped to its
-    address in ``to``, which is empty for transports that do not send to each receiver."""
+    """The engines to which the learner itself announces the version: the address of each engine for orders, mapped to
+    its address in ``to``, which is empty for transports that do not send to each receiver separately."""
     commit: Interrupt | None = None
-    """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders
-    it."""
+    """The mode in which those engines commit the version as soon as it is staged; ``None``: the controller orders the
+    commit."""
 
 
 class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -56,11 +56,12 @@ class Resend(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     version: int
     slot: int
     to: tuple[str, ...] = ()
-    """The addresses of the engines that lack the version, for transports that send to each receiver."""
+    """The addresses of the engines that lack the version, for transports that send to each receiver separately."""
 
 
 class Save(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The order to write a checkpoint (model, optimizer, schedule and random state) into this new directory."""
+    """The order to write a checkpoint (model, optimizer, schedule and random state) into the new directory
+    ``directory``."""
 
     call: int
     directory: str
