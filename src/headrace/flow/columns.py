@@ -67,7 +67,7 @@ class ColumnFiles:
             writer, number = writer_of(name)
             if writer == LEARNED:
                 continue
-            self._users[name] = set()
+            self._users_by_file[name] = set()
             self._closed.add(name)
             self._newest[writer] = max(number, self._newest.get(writer, -1))
         for group in groups:
@@ -170,7 +170,7 @@ def _files(column: KeptSets | Routing | None) -> Iterable[str]:
     return () if column is None else [part.file for part in column.stored if part.rows is None]
 
 
-def _listed(directory: Path) -> list[str]:
+def _list_files(directory: Path) -> list[str]:
     """Return the names of the files in a store's directory, in order, without those of ready groups
     (:mod:`headrace.flow.ready`), which a resumed run does not need."""
     if not directory.is_dir():

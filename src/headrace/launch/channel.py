@@ -348,7 +348,7 @@ class ControllerChannel:
                 return
             self._unsent.popleft()
 
-    def _decoded(self, data: bytes) -> Any:
+    def _decode(self, data: bytes) -> Any:
         """Decode a message of the part. Raises :class:`~headrace.base.errors.RunError` if it is not one."""
         self.largest_bytes = max(self.largest_bytes, len(data))
         try:

@@ -227,7 +227,7 @@ class Processes:
             route=self._route(),
             num_threads=num_threads,
             columns=None if order.launch.remote else self._store(),
-            lending=self._lending(num_engines, num_engines),
+            lending=self._lending_settings(num_engines, num_engines),
             world=world,
             rendezvous=f"file://{self.site.directory / 'rendezvous'}",
         )

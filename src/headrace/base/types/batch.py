@@ -124,7 +124,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
         return (self.step - oldest(self.versions_N[self.mask_N])).astype(np.int32)
 
 
-def _authors(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
+def _adapter_indices(samples: Sequence[TrainSample], agents: Sequence[str]) -> IntColumn:
     """Return, for each token of ``samples``, the index of the adapter that it trains: 0 for the policy's, and from 1
     the place of its author's role in ``agents``."""
     indices = {agent: index for index, agent in enumerate(agents, 1)}

@@ -127,7 +127,7 @@ class Feeder:
         ordered_s = state.parts.clock.now()
         state.flow.ordered(step)
         trained = orders.create_task(self._train(outline))
-        if self._awaited:  # the learner trains already, and the step is returned only below
+        if self._has_waiter:  # the learner trains already, and the step is returned only below
             state.board.working("learner", f"step {step}")
         with state.board.requesting("learner", "a free weight buffer", provider="sync"):
             slot = await self._sync.free_slot()

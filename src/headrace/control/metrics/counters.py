@@ -128,10 +128,9 @@ class Attempts:
 
     def spans(self) -> list[Span]:
         """Return one span of the trace for each episode that has ended since the last call."""
-        ended_episodes, self._ended = self._ended, []
+        ended, self._ended = self._ended, []
         return [
-            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=key)
-            for key, start_s, end_s in ended
+            Span(lane="rollout", name="episode", start_s=start_s, end_s=end_s, of=key) for key, start_s, end_s in ended
         ]
 
     def envs(self, numbers: Iterable[int], alive: Container[int]) -> list[str]:

@@ -195,7 +195,7 @@ class Browser:
     def learned(self, group: int) -> TokenResults | None:
         """Return the learner's results for the tokens of the step that trained the group with the number ``group``;
         ``None`` if they are not recorded, or lie in the store of the run and cannot be read there."""
-        rows = self._all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
+        rows = self._fetch_all("SELECT tokens FROM learned JOIN groups USING (step) WHERE number = ?", (group,))
         with self._translated_errors():
             found = decode_token_results(rows[0][0]) if rows else None
             if found is None or isinstance(found, TokenResults):

@@ -29,7 +29,7 @@ from headrace.base.types.versions import FROZEN, NOT_SAMPLED, oldest
 MOST_TOKENS = 4096
 """Greatest number of tokens in a bundle, unless a single episode has more. It is limited because reading one episode
 means reading its whole bundle."""
-_LATEST = np.iinfo(np.int32).max
+_GREATEST_VERSION = np.iinfo(np.int32).max
 _SIZES = struct.Struct("<qq")
 """The head of the bundle of a group: its number of tokens N, and the number of bytes of the encoded other columns."""
 _TOKEN_BYTES = 12
@@ -224,7 +224,7 @@ def _bundle(episodes: Sequence[EpisodeGraph]) -> _Bundle:
     """Return ``episodes`` as one bundle."""
     turns = [turn for episode in episodes for turn in episode.turns]
     spans = [turn.tokens for turn in turns] or [Tokens.observed([])]
-    more = {place: more for place, turn in enumerate(turns) if (more := _more(turn)) is not _NO_MORE}
+    rare = {place: rare for place, turn in enumerate(turns) if (rare := _rare_fields(turn)) is not _NO_RARE_FIELDS}
     return _Bundle(
         turns_E=[len(episode.turns) for episode in episodes],
         lengths_K=[len(turn.tokens.ids_T) for turn in turns],

@@ -180,7 +180,7 @@ def _num_tokens(operation: Operation) -> int:
     return sum([len(turn.tokens.ids_T) for turn in operation.episode.turns])
 
 
-def _finish(future: asyncio.Future[None]) -> None:
+def _resolve(future: asyncio.Future[None]) -> None:
     """Resolve a future for which a flush waits, unless it was cancelled. The thread schedules this in the event
     loop."""
     if not future.done():

@@ -71,7 +71,7 @@ class LearnerClient(RankClient):
         super().__init__(name, channel, token=token, on_spans=on_spans)
         self._deadline_s = deadline_s
         self._parts = PartCollector(Divided)
-        self._announced: dict[int, asyncio.Future[Published]] = {}
+        self._publishing: dict[int, asyncio.Future[Published]] = {}
         self._saving: dict[Path, asyncio.Future[Saved]] = {}
         self.receivers: Callable[[], tuple[str, ...]] = tuple
         """Returns the addresses to which weights are sent; empty for transports with which engines fetch weights."""

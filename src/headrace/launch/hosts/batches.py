@@ -128,7 +128,7 @@ def read(batch: Batch, start: StoreStart | None, ranks: AnyRanks) -> ReadBatch:
     rank. Raises as :func:`read_outline` does."""
     if not lies_in_store(batch):
         return ReadBatch(batch=batch)
-    found, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
+    loaded, lost = read_batch(batch, StoreReader(Path(_required(start, batch.step).directory)))
     reasons = _agreed({group: error.problem for group, error in lost.items()}, ranks)
     if not reasons:
         return ReadBatch(batch=loaded)
@@ -158,9 +158,9 @@ def _agreed(reasons: Mapping[int, str], ranks: AnyRanks) -> Mapping[int, str]:
     if isinstance(ranks, SingleRank):
         return reasons
     leaders = ranks.broadcast(msgspec.msgpack.encode(reasons) if ranks.is_leader else None)
-    known: dict[int, str] = _REASONS.decode(leaders)
-    further = [why for group, why in reasons.items() if group not in known]
-    if further:
+    lost_groups: dict[int, str] = _REASONS.decode(leaders)
+    unreadable = [why for group, why in reasons.items() if group not in lost_groups]
+    if unreadable:
         raise ComponentDied(
             f"a rank cannot read what rank 0 has read: {unreadable[0]}", remedy="run all ranks on one machine"
         )  # fmt: skip

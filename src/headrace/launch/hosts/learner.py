@@ -226,7 +226,7 @@ class OrderStream:
         for part in divided(message, message.call) if self.ranks.is_leader else ():
             self.channel.send(part)
 
-    def _pass_on(self, ranks: Ranks) -> Iterator[Message]:
+    def _forward(self, ranks: Ranks) -> Iterator[Message]:
         """Wait for orders on rank 0, and pass each on to the other ranks and yield it. If none comes for a while, send
         the other ranks an empty message, so that none waits beyond its deadline."""
         messages = self.channel.receive(min(WAIT_S, ranks.config.timeout_s / 2))
@@ -315,7 +315,7 @@ class LearnerHost:
         for message in self._orders.receive():
             if isinstance(message, Shutdown):
                 return
-            unit = progress.at(type(message).__name__, _in_words(message))
+            unit = progress.at(type(message).__name__, _describe(message))
             with unit, self._cores.unit(message.outline.num_tokens if isinstance(message, Train) else None):
                 self._answer(message.call, partial(self._handle, message))
             self._cores.rest()

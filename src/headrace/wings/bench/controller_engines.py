@@ -175,11 +175,11 @@ class IdleEngines:
 
     def _sample(self, one: _IdleEngine) -> Iterator[TokenChunk]:
         """Yield the next chunk of each running sequence of an engine."""
-        for request_id, left in list(itertools.islice(one.left.items(), self._slots)):
+        for request_id, left in list(itertools.islice(one.tokens_left.items(), self._slots)):
             size = min(left, self._flush)
             one.generated += size
             self._sampled += size
-            one.left[request_id] -= size
+            one.tokens_left[request_id] -= size
             stop = StopReason.LENGTH if size == left else None
             if stop is not None:
                 del one.tokens_left[request_id]
