@@ -68,7 +68,7 @@ TOKEN = (
     # the outline, to the gradient
     Hop("launch/clients/learner", "LearnerClient.step", "_send_divided"),
     Hop("launch/hosts/batches", "read_outline", "lay_out"),
-    Hop("base/types/scored", "_whole", "TrainSample", "TrainSample"),
+    Hop("flow/layout", "_samples", "TrainSample", "TrainSample"),
     Hop("base/types/batch", "Batch.collate", "concat", "Batch"),
     Hop("launch/hosts/learner", "LearnerHost._handle", "train"),
     Hop("learner/core", "LearnerCore._prepare", "StepWork", "StepWork"),
