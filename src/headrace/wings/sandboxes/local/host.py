@@ -1,4 +1,4 @@
-"""The host process of the local sandboxes. It forks a supervisor for each session, and mounts the files of all sessions.
+"""The host process of the local sandboxes. It forks a supervisor for each session and mounts the files of all sessions.
 It uses only the standard library, so that it starts in milliseconds: ``python -I -S -B host.py CONTROL ORDER``.
 
     client ── CONTROL: start, drop, kill ── host ── supervisor ── first process ── commands
