@@ -215,7 +215,7 @@ class SandboxSession(ABC):
         self.variables: Mapping[str, str] = self.first_variables()
         """The exported variables with which the next command begins."""
         self.missing: Mapping[str, str] = {}
-        """The protections that the session lacks, each with the reason."""
+        """The guards (such as namespaces and limits) that the session lacks, each with the reason."""
         self.ended = ""
         """Why the session has ended; empty while it runs."""
         self._turn = asyncio.Lock()
@@ -431,7 +431,7 @@ class SandboxDriver(ABC):
     serves_forwards: ClassVar[bool] = False
     """Whether sessions of this driver serve the ``forwards`` of a spec; if not, a spec with forwards is refused."""
     missing: Mapping[str, str]
-    """The protections that sessions of this driver lack here, each with the reason."""
+    """The guards that sessions of this driver lack here, each with the reason."""
     closed: bool = False
     """Whether the driver was closed; a closed driver starts no session."""
 

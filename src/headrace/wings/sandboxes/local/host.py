@@ -46,7 +46,7 @@ Order = dict[str, Any]
 
 
 class SandboxHost:
-    """The host process of all sessions of one client: its files, its supervisors, and the protections that this machine
+    """The host process of all sessions of one client: its files, its supervisors, and the guards that this machine
     lacks."""
 
     def __init__(self, order: Order, control: socket.socket) -> None:
@@ -57,14 +57,14 @@ class SandboxHost:
         self._bwrap: str = order["bwrap"]
         """The path of bubblewrap if it makes the sandboxes; empty if this program makes them."""
         self.missing: dict[str, str] = {}
-        """The protections that the kernel refuses, each with the reason."""
+        """The guards that the kernel refuses, each with the reason."""
         self._layers: root.Layers | None = None
         self._running: dict[int, tuple[str, int]] = {}
         """The running sessions, as session name and supervisor process id by process file descriptor."""
         self._poll = select.poll()
 
     def prepare(self) -> None:
-        """Test which protections the kernel offers, and mount the files. Raises ``OSError`` if sessions are impossible
+        """Test which guards the kernel offers, and mount the files. Raises ``OSError`` if sessions are impossible
         here."""
         if os.getuid() != 0 or not processes.succeeds(_use_rights):
             self.missing["user"] = "only root with all rights can start a process as another user"
@@ -315,7 +315,7 @@ def _pid_max() -> str:
 
 
 def _try_lock(order: Order) -> dict[str, str]:
-    """Return the protections of commands that the kernel refuses, each with the reason; a forked process tries them."""
+    """Return the guards of commands that the kernel refuses, each with the reason; a forked process tries them."""
     read_end, write_end = os.pipe()
     pid = os.fork()
     if not pid:
@@ -332,7 +332,7 @@ def _try_lock(order: Order) -> dict[str, str]:
 
 def main(control: socket.socket, order: Order) -> None:
     """Host sessions until the client closes ``control``. The first message to the client contains the missing
-    protections, or the error if sessions are impossible."""
+    guards, or the error if sessions are impossible."""
     os.umask(0o022)
     control.set_inheritable(False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

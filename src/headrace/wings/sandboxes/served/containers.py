@@ -46,19 +46,19 @@ class ContainerSettings(Section):
     """The settings of containers: ``env.options.driver``."""
 
     client: str = ""
-    """The client, by name or path; empty: the one that the kind is called after."""
+    """The client program, by name or path; empty: the program with the name of the kind (docker or podman)."""
     image: str = ""
-    """The image of sessions whose task names none."""
+    """The image of sessions whose task does not name an image."""
     pull: Literal["missing", "always", "never"] = "missing"
-    """When an image is fetched."""
+    """When an image is downloaded."""
     network: str = "none"
-    """The network of the containers, as the client names it; none by default."""
+    """The network of the containers, by the client's name for it; ``none``: no network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one container may use; unset: all."""
+    """The number of processors that one container may use; unset: all."""
     capabilities: tuple[str, ...] = ()
-    """Rights that the root of a container has, such as CHOWN or SETUID; none by default."""
+    """Capabilities of the root user in a container, such as CHOWN or SETUID; none by default."""
     arguments: tuple[str, ...] = ()
-    """More arguments of the client's ``run``."""
+    """Further arguments of the client's ``run``."""
 
 
 class ContainerDriver(KeepingDriver):

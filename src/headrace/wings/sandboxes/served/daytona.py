@@ -61,7 +61,7 @@ _NOT_TEXT = str.maketrans("", "", "\0\1\2")
 """Characters to remove from the log: older services fill messages with zero bytes, and a lost connection may leave
 parts of the log's stream markers."""
 _MISSING = {"disk": "Daytona cannot bound the files of a session: they may fill the disk of its sandbox"}
-"""The protections that the service lacks."""
+"""The guards that the service lacks."""
 _QUOTA = ("limit exceeded", "quota exceeded")
 """Parts of an error message that mean an exceeded quota; its HTTP status is the same as for any invalid request."""
 
@@ -70,19 +70,19 @@ class DaytonaSettings(Section):
     """The settings of sandboxes of Daytona: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none: of a registry, with its tag, or ``snapshot:NAME``."""
+    """The image of sessions whose task does not name an image: a registry name with a tag, or ``snapshot:NAME``."""
     target: str = ""
-    """The region of the sandboxes; empty: that of ``DAYTONA_TARGET``, or of the organization."""
+    """The region of the sandboxes; empty: the region in ``DAYTONA_TARGET``, or the organization's default."""
     network: bool = False
     """Whether sessions reach the network."""
     user: str = "root"
-    """The user that the service is asked to run the server and the commands as."""
+    """The user of the image that runs the server and the commands."""
     rights: bool = False
-    """Whether commands keep the rights of that user, such as those of root; else they have none."""
+    """Whether commands keep the rights of ``user``, such as the rights of root; if not, they have no capabilities."""
     cpus: int | None = Field(default=None, ge=1)
-    """The processors of a sandbox of an image; unset: what Daytona gives."""
+    """The number of processors of a sandbox from an image; unset: Daytona's default."""
     disk_gib: int | None = Field(default=None, ge=1)
-    """The disk of a sandbox of an image, in GiB; unset: what Daytona gives."""
+    """The disk space of a sandbox from an image, in GiB; unset: Daytona's default."""
     idle_s: int = Field(default=900, ge=60)
     """The time after which Daytona ends a sandbox whose worker has died, in seconds, rounded up to minutes."""
 

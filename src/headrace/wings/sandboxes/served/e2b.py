@@ -45,7 +45,7 @@ PIECES = 64
 _MISSING = {
     "disk": "E2B cannot bound the files of a session: they may fill the disk of the template",
 }
-"""The protections that the service lacks."""
+"""The guards that the service lacks."""
 _ONLY_WHOLE = (400, 409)
 """The HTTP statuses with which the service refuses a snapshot of files without memory, for this team or this
 machine."""
@@ -55,13 +55,13 @@ class E2BSettings(Section):
     """The settings of sandboxes of E2B: ``env.options.driver``."""
 
     image: str = ""
-    """The template of sessions whose task names none, by name or id."""
+    """The template of sessions whose task does not name an image, by name or id."""
     network: bool = False
     """Whether sessions reach the internet."""
     user: str = "root"
     """The user of the template that runs the server and the commands."""
     rights: bool = False
-    """Whether commands keep the rights of that user, such as those of root in the sandbox; else they have none."""
+    """Whether commands keep the rights of ``user``, such as the rights of root; if not, they have no capabilities."""
 
 
 class E2BChannel(HostedChannel):

@@ -63,14 +63,14 @@ fi
 [[ $lined ]] && program="exec < <($bytes)"$'\n'$program
 exec "${space[@]}" "${lock[@]}" setsid --wait bash -c "$program" server "$@"
 """
-"""A program of bash that prints the protections it lacks, and then becomes the server. The loops that encode the
+"""A program of bash that prints the guards it lacks, and then becomes the server. The loops that encode the
 server's output as lines of base64, and decode its input, run outside the server's process namespace, where no command
 can kill them; without such a namespace they run in the server's session."""
 _LACKS = {
     "first process": "the server is no first process here (unshare is refused): a `kill -1` ends the session",
     "rights": "commands keep the rights of their user here (setpriv is refused)",
 }
-"""The message for each protection that a launcher may lack, by name."""
+"""The message for each guard that a launcher may lack, by name."""
 
 
 def launcher_arguments(spec: SandboxSpec, *, encoded: bool, rights: bool, lined: bool = False) -> list[str]:
@@ -156,7 +156,7 @@ class HostedChannel(ServerChannel):
     def __init__(self) -> None:
         """Create a channel whose buffer is empty."""
         self.lacks: dict[str, str] = {}
-        """The protections that the launcher lacks, each with the reason; filled by the first call of :meth:`line`."""
+        """The guards that the launcher lacks, each with the reason; filled by the first call of :meth:`line`."""
         self._said = False
         self._over = False
         self._read = bytearray()
@@ -223,7 +223,7 @@ class HostedSession(KeptSession):
     """A session on a machine of a service."""
 
     async def join(self, channel: HostedChannel, missing: Mapping[str, str], begun_s: float) -> None:
-        """Attach the server of a machine whose lifetime began at ``begun_s``. ``missing`` are the protections that the
+        """Attach the server of a machine whose lifetime began at ``begun_s``. ``missing`` are the guards that the
         driver lacks."""
         await self.attach(channel)
         self.missing = {**missing, **channel.lacks}
@@ -241,7 +241,7 @@ class HostedDriver(KeepingDriver):
 
     def __init__(self, kind: str, image: str, missing: Mapping[str, str]) -> None:
         """Describe a driver whose sessions start from ``image`` unless their spec names another image. ``missing`` are
-        the protections that the service lacks."""
+        the guards that the service lacks."""
         super().__init__(kind, image, missing)
         self._tasks = asyncio.TaskGroup()
 

@@ -64,27 +64,28 @@ class KubernetesSettings(RemoteSettings):
     """The settings of sessions in Kubernetes: ``env.options.driver``."""
 
     namespace: str = ""
-    """The namespace of the jobs; empty: that of the context, or ``default``."""
+    """The namespace of the jobs; empty: the namespace of the context, or ``default``."""
     context: str = ""
-    """The context of the kubeconfig; empty: its current one."""
+    """The context of the kubeconfig; empty: its current context."""
     kubeconfig: str = ""
-    """The file that says how the cluster is reached; empty: ``~/.kube/config``, or the cluster in which this runs."""
+    """The file with the cluster's address and credentials; empty: ``~/.kube/config``, or the cluster of this pod."""
     pull: Literal["missing", "always", "never"] = "missing"
-    """When an image is fetched."""
+    """When an image is downloaded."""
     network: Literal["none", "open"] = "none"
-    """``none``: a policy of the network closes the pods; ``open``: they have the network of the cluster."""
+    """``none``: a network policy blocks the network of pods; ``open``: pods have the cluster's network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one pod may use; unset: all."""
+    """The number of processors that one pod may use; unset: all."""
     requests: dict[str, str] = Field(default_factory=dict)
-    """What the scheduler reserves for a pod, such as ``{"cpu": "100m"}``; unset memory and disk are reserved whole."""
+    """The resource requests of a pod, such as ``{"cpu": "100m"}``; without memory or disk, the limits are requested."""
     capabilities: tuple[str, ...] = ()
-    """Rights that the root of a pod has, such as CHOWN or SETUID; none by default."""
+    """Capabilities of the root user in a pod, such as CHOWN or SETUID; none by default."""
     pod: dict[str, JsonValue] = Field(default_factory=dict)
-    """More fields of the pod, such as ``nodeSelector``, ``tolerations`` or ``runtimeClassName``."""
+    """Further fields of the pod's specification, such as ``nodeSelector``, ``tolerations`` or ``runtimeClassName``."""
 
     @field_validator("pod")
     @classmethod
     def _leave_own_fields(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
+        """Refuse fields of the pod's specification that the driver sets itself."""
         if taken := sorted(_OWN_FIELDS & value.keys()):
             raise ValueError(f"the driver sets {', '.join(taken)} by itself")
         return value
@@ -269,7 +270,7 @@ class KubernetesDriver(RemoteDriver):
         return ""
 
     async def _probe_guards(self, session: KubernetesSession) -> None:
-        """Test in the first session which protections the cluster lacks, and record them in :attr:`missing`."""
+        """Test in the first session which guards the cluster lacks, and record them in :attr:`missing`."""
         async with self._probe:
             if self._probed:
                 return

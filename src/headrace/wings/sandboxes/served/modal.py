@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 SENT_BYTES = 1 << 20
 """The greatest number of bytes of one call that sends input; the client refuses more than 2 MiB."""
 _MISSING = {"disk": "Modal cannot bound the files of a session below the disk of its sandboxes"}
-"""The protections that the service lacks."""
+"""The guards that the service lacks."""
 
 
 class ModalSettings(Section):
     """The settings of sandboxes of Modal: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none: of a registry, or an id of Modal (im-...)."""
+    """The image of sessions whose task does not name an image: a name in a registry, or an id of Modal (im-...)."""
     app: str = "headrace"
-    """The app to which the sandboxes belong; it is made if there is none."""
+    """The name of the Modal app to which the sandboxes belong; it is created if it does not exist."""
     network: bool = False
     """Whether sessions reach the network."""
     cpus: float | None = Field(default=None, gt=0)
-    """The processors that one sandbox may use; unset: what Modal gives."""
+    """The number of processors that one sandbox may use; unset: Modal's default."""
     rights: bool = False
-    """Whether commands keep the rights of root in the sandbox; else they have none."""
+    """Whether commands keep the rights of root in the sandbox; if not, they have no capabilities."""
     snapshot_s: int = Field(default=86400, ge=60)
     """The time after which Modal removes a snapshot that was not released, in seconds."""
 

@@ -28,11 +28,11 @@ class RemoteSettings(Section):
     """The settings that all drivers of remote services have: ``env.options.driver``."""
 
     image: str = ""
-    """The image of sessions whose task names none."""
+    """The image of sessions whose task does not name an image."""
     snapshots: bool = True
     """Whether sessions can be copied. If so, each start lists the files of the image."""
     start_s: float = 300.0
-    """The longest time of a start in seconds, the fetching of an image included."""
+    """The longest time of a start in seconds, which includes the download of an image."""
     call_s: float = 30.0
     """The longest time of one call of the service in seconds."""
 
