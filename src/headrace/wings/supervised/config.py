@@ -1,4 +1,5 @@
-"""The settings of training on given rows: the sections of a run file of ``headrace sft`` and ``headrace dpo``."""
+"""The settings of ``headrace sft``, ``dpo`` and ``distill``, which train on the rows of a dataset: the sections of
+their run files."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ COLUMNS = (
     *("messages", "tools", "prompt", "completion", "text", "input_ids", "labels"),
     *("chosen", "rejected", "prompt_ids", "chosen_ids", "rejected_ids", "label", "teacher_ids", "teacher_logprobs"),
 )
-"""The names by which the columns of a row are read."""
+"""The column names that the forms of rows use (rendering.py)."""
 
 
 class SourceConfig(Section):
@@ -42,7 +43,7 @@ class SourceConfig(Section):
 
     @model_validator(mode="after")
     def _weight_is_positive(self) -> Self:
-        """Refuse a weight at which no row of the source would ever be trained."""
+        """Refuse a weight with which no row of the source would be trained."""
         if self.weight is not None and self.weight <= 0:
             raise ConfigError(
                 f"data.sources: {self.path!r} has weight={self.weight:g}, so none of its rows would ever be trained",
@@ -79,7 +80,7 @@ class RowsConfig(Section):
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
-        """Refuse a mapping of columns to a name that no row is read by."""
+        """Refuse a mapping to a column name that no form of row uses."""
         unknown = next((name for name in self.columns if name not in COLUMNS), None)
         if unknown is not None:
             raise ConfigError(f"data.columns.{unknown}: no row is read by that name", remedy=nearest(unknown, COLUMNS))
@@ -101,8 +102,8 @@ class RowsConfig(Section):
 
     @property
     def files(self) -> tuple[SourceConfig, ...]:
-        """Return the files to train on, as sources: ``sources``, or ``path`` as the only one; empty if rows are passed
-        in Python."""
+        """Return the files to train on, as sources: ``sources``, or ``path`` as the only source; empty if rows are
+        passed in Python."""
         return self.sources or ((SourceConfig(path=self.path),) if self.path else ())
 
 
@@ -171,7 +172,7 @@ class TuningConfig(Section):
 
     @model_validator(mode="after")
     def _learner_reads_rows(self) -> Self:
-        """Refuse settings of the learner that no loss on given rows reads, such as adapters of agents."""
+        """Refuse settings of the learner that supervised losses do not use, such as adapters of agents."""
         if (self.learner.teachers and not self.has_teacher) or self.learner.old is not None:
             what = "learner.teachers" if self.learner.teachers and not self.has_teacher else "learner.old"
             raise ConfigError(f"{what} has no effect: the loss does not read it", remedy=f"leave {what} out")
@@ -183,7 +184,8 @@ class TuningConfig(Section):
 
 
 _LEARNER = {"lr": 1e-5, "betas": (0.9, 0.999)}
-"""Defaults of ``[learner]`` that differ from those of ``headrace train``: given rows allow a higher rate."""
+"""The defaults of ``[learner]`` that differ from ``headrace train``: training on given rows allows a higher learning
+rate."""
 
 
 class SftConfig(TuningConfig):
@@ -212,7 +214,7 @@ class ServerTeacher(Section):
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
-        """Refuse a ``base_url`` that is no address, and one that contains a password."""
+        """Refuse a ``base_url`` that is not an HTTP address or contains a password."""
         refuse_secret("teacher.base_url", self.base_url, "name an environment variable that holds the key: api_key_env")
         if urlsplit(self.base_url).scheme not in ("http", "https") or not urlsplit(self.base_url).hostname:
             raise ConfigError(
@@ -237,14 +239,14 @@ class DistillConfig(TuningConfig):
 
     @property
     def has_engine(self) -> bool:
-        """Return whether the teacher scores the rows before the first step, by an engine of this process or a server,
-        instead of beside the learner in every step."""
+        """Return whether an engine of this process, or a server, scores all rows before the first step. If not, the
+        learner computes the teacher in every step, or the rows contain its scores."""
         return self.teacher is not None or bool(self.learner.served_teachers)
 
     @model_validator(mode="after")
     def _there_is_one_teacher(self) -> Self:
-        """Refuse several teachers, and settings of the teacher's engine that have no effect because it only scores
-        given rows."""
+        """Refuse several teachers, and engine settings that have no effect because the engine only scores given
+        rows."""
         if self.teacher is not None and self.learner.teachers:
             raise ConfigError("[teacher] and [[learner.teachers]] are both set", remedy="leave one of them out")
         if len(self.learner.teachers) > 1:
@@ -265,7 +267,7 @@ class DistillConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _nothing_is_idle(self) -> Self:
-        """Refuse settings that distillation does not read, and that would therefore have no effect."""
+        """Refuse settings that have no effect, because distillation does not use them."""
         if self.data.eval_path or (self.run.eval_every and not self.eval):
             raise ConfigError(
                 "data.eval_path and run.eval_every: a divergence from a teacher is not measured on held-out rows",
@@ -297,7 +299,7 @@ class DpoConfig(TuningConfig):
 
     @model_validator(mode="after")
     def _reference_is_read(self) -> Self:
-        """Refuse a reference policy that the loss does not read."""
+        """Refuse a reference policy that the loss does not use."""
         if self.learner.reference is not None and "log_ref" not in self.loss.columns():
             raise ConfigError(
                 f"learner.reference has no effect: loss={self.loss.kind!r} has no reference policy",
@@ -310,12 +312,11 @@ C = TypeVar("C", bound=TuningConfig)
 
 
 def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfig, overrides: Sequence[str] = ()) -> C:
-    """Return the checked settings of a run file as a ``kind``, the settings of one of the verbs, with the
-    ``section.key=value`` pairs of ``overrides`` applied. ``source`` is the path of the file, its content as a tree, or
-    settings.
+    """Return the validated settings of a run file as ``kind``, the class of one verb's settings. ``source`` is the path
+    of the file, its content as a tree, or settings. ``overrides`` are ``section.key=value`` pairs to apply.
 
-    Paths in a file are relative to it; paths in a tree and in ``overrides`` are relative to the working directory.
-    Raises :class:`~headrace.base.errors.ConfigError`.
+    Paths in a file are relative to its directory; paths in a tree and in ``overrides`` are relative to the working
+    directory. Raises :class:`~headrace.base.errors.ConfigError`.
     """
     if isinstance(source, TuningConfig):
         tree: dict[str, Any] = source.model_dump(mode="json")
@@ -328,8 +329,8 @@ def load_tuning(kind: type[C], source: str | Path | dict[str, Any] | TuningConfi
 
 
 def with_absolute_rows(tree: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Return ``tree``, the content of a run file, with every relative path in it resolved against ``directory``, those
-    of ``[eval]`` and ``[[data.sources]]`` included."""
+    """Return ``tree``, the content of a run file, with every relative path resolved against ``directory``, also in
+    ``[eval]`` and ``[[data.sources]]``."""
     tree = with_absolute_paths(tree, directory)
     if isinstance(tree.get("eval"), dict):
         tree = {**tree, "eval": with_absolute_paths(tree["eval"], directory)}

@@ -13,18 +13,18 @@ _OF_SAMPLING = (
     *("ess", "chi2", "mismatch_kl", "mismatch_abs", "log_ratio_abs_max", "age_mean", "age_max"),
     *("staleness_k1", "staleness_k3", "sequence_ratio_mu", "sequence_ratio_mu_squared", "ess_sequences"),
 )
-"""Metrics that compare the learner with the policy that sampled the tokens, also by age: given rows have none."""
+"""Metrics that compare the learner with the policy that sampled the tokens; for given rows there is no such policy."""
 
 
 def tuning_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics of a step without those that compare the learner with the policy that sampled the tokens:
-    given rows have no such policy."""
+    """Return the metrics of a step without the metrics that compare the learner with the policy that sampled the
+    tokens."""
     return {name: value for name, value in metrics.items() if name.partition("/")[0] not in _OF_SAMPLING}
 
 
 class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of ``summary.json`` of a run on given rows. Times and tokens are those of this life of the run; the
-    ledger is that of all its lives."""
+    """The content of ``summary.json`` of a run on given rows. Times and tokens count this life of the run; the ledger
+    counts all its lives."""
 
     verb: str
     """``sft``, ``dpo`` or ``distill``."""
