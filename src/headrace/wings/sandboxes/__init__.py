@@ -47,15 +47,15 @@ async def open_sandboxes(
     Raises :class:`~headrace.base.errors.ConfigError` for an unknown name or setting, and
     :class:`~headrace.base.errors.EnvError` if the driver cannot work on this machine.
     """
-    open_driver, given = SANDBOXES.load(kind), dict(options or {})
+    open_driver, settings = SANDBOXES.load(kind), dict(options or {})
     try:
-        inspect.signature(open_driver).bind(readable, **given)
+        inspect.signature(open_driver).bind(readable, **settings)
     except TypeError as error:
         raise ConfigError(
-            f"sandboxes of kind {kind!r} do not take the settings {sorted(given)}: {error}",
+            f"sandboxes of kind {kind!r} do not take the settings {sorted(settings)}: {error}",
             remedy="see docs/sandboxes.md for the settings of each kind",
         ) from None
-    return await open_driver(readable, **given)
+    return await open_driver(readable, **settings)
 
 
 __all__ = [

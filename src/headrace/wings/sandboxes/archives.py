@@ -75,9 +75,9 @@ def ignore_rules(text: str) -> Callable[[str], bool]:
     rules = []
     for line in text.splitlines():
         pattern = line.strip()
-        kept, pattern = pattern.startswith("!"), pattern.removeprefix("!").strip()
+        is_negated, pattern = pattern.startswith("!"), pattern.removeprefix("!").strip()
         if pattern and not pattern.startswith("#"):
-            rules.append((re.compile(_pattern(posixpath.normpath(pattern).lstrip("/")) + "(?:/.*)?"), not kept))
+            rules.append((re.compile(_pattern(posixpath.normpath(pattern).lstrip("/")) + "(?:/.*)?"), not is_negated))
 
     def leaves_out(path: str) -> bool:
         """Return whether the last matching rule excludes ``path``; ``False`` if none matches."""
@@ -122,8 +122,8 @@ def _raise_error(error: OSError) -> None:
 def _refuse_leading_outside(link: Path, root: Path) -> None:
     """Raise :class:`RefusedFile` for a link whose relative path leads out of the folder ``root``."""
     target = os.readlink(link)
-    reached = posixpath.normpath(posixpath.join(link.parent.relative_to(root).as_posix(), target))
-    if not target.startswith("/") and (reached == ".." or reached.startswith("../")):
+    resolved = posixpath.normpath(posixpath.join(link.parent.relative_to(root).as_posix(), target))
+    if not target.startswith("/") and (resolved == ".." or resolved.startswith("../")):
         raise RefusedFile(f"the link {link} leads to {target!r}, which lies outside {root}")
 
 

@@ -281,9 +281,9 @@ class SandboxSession(ABC):
         """Run a script of bash, and return the result in bytes. The script runs in ``/`` and neither uses nor changes
         the directory and the variables of the session's shell. ``arguments`` are its ``$1``, ``$2``, and so on."""
         argv = [self.programs["bash"], "--norc", "--noprofile", "-c", script, "bash", *arguments]
-        given = limits or self.spec.limits
+        used_limits = limits or self.spec.limits
         async with self._running():
-            return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=given)
+            return await self.execute(argv, stdin=stdin, directory="/", variables=ENVIRONMENT, limits=used_limits)
 
     async def read(self, path: str, most_bytes: int = MIB) -> bytes:
         """Return the content of a file. ``path`` may be relative to the present directory. Raises
@@ -291,7 +291,7 @@ class SandboxSession(ABC):
         _refuse_path(path)
         limits = replace(self.spec.limits, output_bytes=most_bytes)
         async with self._running():
-            argv = [self.programs["cat"], "--", path]  # without the shell's variables, which may preload a library
+            argv = [self.programs["cat"], "--", path]  # the shell's variables may preload a library
             done = await self.execute(argv, stdin=b"", directory=self.directory, variables=ENVIRONMENT, limits=limits)
         if done.status != 0:
             text = done.stderr.decode("utf-8", "replace").strip() if done.reason is Reason.EXITED else done.reason
@@ -474,7 +474,7 @@ class SandboxDriver(ABC):
 
 
 def without_own(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables without those that every shell, or :data:`_SHELL_SCRIPT`, sets itself."""
+    """Return the variables without the variables that every shell, or :data:`_SHELL_SCRIPT`, sets itself."""
     return {
         name: value
         for name, value in variables.items()
@@ -499,7 +499,7 @@ def refuse_invalid(spec: SandboxSpec) -> None:
         raise ConfigError(
             f"limits.open_files={limits.open_files} is too few for a shell", remedy=f"set it >= {MIN_OPEN_FILES}"
         )
-    if not 0 < spec.life_s < MAX_LIFE_S:  # also where it is no number
+    if not 0 < spec.life_s < MAX_LIFE_S:  # also refuses NaN
         raise ConfigError(
             f"life_s={spec.life_s} leaves nothing or has no end", remedy=f"set 0 < life_s < {MAX_LIFE_S:g}"
         )

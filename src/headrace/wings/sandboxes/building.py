@@ -82,15 +82,15 @@ async def _run_command(command: str, state: BuildState, session: SandboxSession,
 
 async def _copy(step: BuildStep, state: BuildState, session: SandboxSession, task: TaskDirectory) -> None:
     """Copy files of the task's folder into the session, as ``COPY`` and ``ADD`` of a Dockerfile do."""
-    *sources, named = (expand(word, state.known) for word in step.words)
-    target = posixpath.join(state.directory, named)
-    found = await asyncio.to_thread(_matching_files, step, sources, task)
-    into_folder = named.endswith("/") or named in (".", "..", "")
-    if not into_folder and not all(path.is_dir() for path in found):
+    *sources, target_word = (expand(word, state.known) for word in step.words)
+    target = posixpath.join(state.directory, target_word)
+    paths = await asyncio.to_thread(_matching_files, step, sources, task)
+    into_folder = target_word.endswith("/") or target_word in (".", "..", "")
+    if not into_folder and not all(path.is_dir() for path in paths):
         into_folder = (await session.run_apart('[ -d "$1" ]', target)).status == 0
-    if not into_folder and len(found) > 1:
-        raise ValueError(f"{len(found)} files need a folder; end the target {named!r} with a slash")
-    pairs = [(path, f"{target}/{path.name}" if into_folder and not path.is_dir() else target) for path in found]
+    if not into_folder and len(paths) > 1:
+        raise ValueError(f"{len(paths)} files need a folder; end the target {target_word!r} with a slash")
+    pairs = [(path, f"{target}/{path.name}" if into_folder and not path.is_dir() else target) for path in paths]
     try:
         archive = await asyncio.to_thread(
             packed_files, pairs, task.context, mode=step.mode, leaves_out=_ignore_function(task.context)
@@ -108,10 +108,10 @@ def _matching_files(step: BuildStep, sources: list[str], task: TaskDirectory) ->
         matches = [task.context] if pattern in _FOLDER_ITSELF else sorted(task.context.glob(pattern.lstrip("/")))
         for path in matches:
             _refuse_outside(path, task)
-        wanted = [path for path in matches if not is_ignored(path.relative_to(task.context).as_posix())]
-        if not wanted:
+        copied = [path for path in matches if not is_ignored(path.relative_to(task.context).as_posix())]
+        if not copied:
             raise _setup_failed(task, f"{step.kind} {pattern}: there is no such file")
-        found += wanted
+        found += copied
     for path in found:
         if step.kind == "ADD" and path.is_file() and tarfile.is_tarfile(path):
             raise ValueError(f"{path.name} is an archive, which docker would unpack; copy it, and unpack it by RUN")

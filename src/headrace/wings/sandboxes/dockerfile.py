@@ -237,7 +237,7 @@ class _Reader:
         elif kind == "ENTRYPOINT":
             return all(posixpath.basename(word) in _STARTERS for word in _listed(rest) or rest.split() or ())
         elif kind == "USER":
-            return rest in _ROOT  # a session has one user, to whom the world belongs
+            return rest in _ROOT  # a session has one user, who owns all its files
         else:
             return kind in _WITHOUT_EFFECT
         return True

@@ -154,10 +154,10 @@ class ShellEnv(Env):
             return await self._end()
         if command is None:
             self._commands += 1
-            said = "Your answer held no command, or several. Answer with one block:\n```bash\nCOMMAND\n```"
+            reply = "Your answer held no command, or several. Answer with one block:\n```bash\nCOMMAND\n```"
         else:
-            said = await self.run(command)
-        return await self._end() if self._is_over() else StepResult(messages=said)
+            reply = await self.run(command)
+        return await self._end() if self._is_over() else StepResult(messages=reply)
 
     async def run(self, command: str) -> str:
         """Run a command in the shell, and return what it prints.

@@ -105,8 +105,8 @@ async def _run_program(
     """Write the instruction into the session, run the program with ``variables`` until it ends or its time is over, and
     return its result."""
     await session.write({INSTRUCTION: task.instruction})
-    given = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
-    session.variables = {**session.variables, **given}
+    more_variables = {**variables, "HEADRACE_INSTRUCTION": INSTRUCTION, **settings.variables}
+    session.variables = {**session.variables, **more_variables}
     limits = replace(
         session.spec.limits,
         wall_s=task.agent_s,

@@ -127,7 +127,7 @@ async def served(
     with the session. Raises :class:`~headrace.base.errors.EpisodeError` if it does not start or does not speak MCP."""
     server = SessionServer(session, name, answer_s=answer_s, left_s=left_s)
     await server.start(command)
-    connection = connected(server, 2 * answer_s)  # the server's own time is over before
+    connection = connected(server, 2 * answer_s)  # the server's own, shorter limit raises the better error
     try:
         tools = await connection.__aenter__()
     except Exception as error:  # noqa: BLE001 - errors of the client come in groups; all say that there is no connection

@@ -20,7 +20,7 @@ KEPT_BYTES = 16 * MIB
 class TestsRun:
     """The result of one run of tests."""
 
-    __test__ = False  # no class of tests
+    __test__ = False  # pytest must not collect it
 
     stdout: str
     """The last part of the standard output."""

@@ -158,11 +158,11 @@ async def _refuse_unusable_tests(session: SandboxSession, task: TaskDirectory, n
     patches = f"{named.patch}\n{named.solution}"
     if task.test_command != TEST_COMMAND or _QUOTED.search(patches):
         return  # the names of tests or files cannot be compared as paths
-    made = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
-    wanted = "".join(f"{file}\n" for file in _files(named.names) if file not in made)
-    done = await session.run(_MISSING_FILES.format(git=_git(""), commit=commit), stdin=wanted.encode())
-    if lacking := done.stdout.splitlines():
-        raise _no_tests(task, f"there is no {lacking[0]!r}, which its tests name, and {len(lacking) - 1} more of them")
+    patched_files = {*(path for _, path in _CHANGED.findall(patches)), *_WRITTEN.findall(patches)}
+    needed_files = "".join(f"{file}\n" for file in _files(named.names) if file not in patched_files)
+    done = await session.run(_MISSING_FILES.format(git=_git(""), commit=commit), stdin=needed_files.encode())
+    if missing := done.stdout.splitlines():
+        raise _no_tests(task, f"there is no {missing[0]!r}, which its tests name, and {len(missing) - 1} more of them")
 
 
 async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests) -> TestsReward:
@@ -170,7 +170,7 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
     test patch are first reset to the base commit."""
     session.directory = DIRECTORY
     if not (await session.run(_CLEAN_REPOSITORY)).ok:
-        return TestsReward(reward=0.0, ended="their patch cannot be applied")  # there is no repository any more
+        return TestsReward(reward=0.0, ended="their patch cannot be applied")  # the agent has removed the repository
     for path in dict.fromkeys(path for pair in _CHANGED.findall(named.patch) for path in pair):
         quoted = shlex.quote(path)
         await session.run(_git(f"checkout -q {named.base_commit} -- {quoted} || rm -rf {quoted}"))
@@ -180,9 +180,8 @@ async def grade(session: SandboxSession, task: TaskDirectory, named: NamedTests)
         except EpisodeError as error:
             if error.reason not in ("task_setup", "session_file"):
                 raise
-            return TestsReward(
-                reward=0.0, ended="their patch cannot be applied"
-            )  # the agent's changes conflict with the test patch
+            # the agent's changes conflict with the test patch
+            return TestsReward(reward=0.0, ended="their patch cannot be applied")
     files = _files(named.names)
     session.directory = DIRECTORY
     done = await run_tests(session, f"{_ACTIVATE}; {task.test_command} {shlex.join(files)}", task.tests_s)

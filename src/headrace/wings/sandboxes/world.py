@@ -129,10 +129,10 @@ class Worlds:
             if self._driver is not driver:
                 return  # another episode has done it
             self._driver = None
-            made, self._snapshots = list(self._snapshots.values()), OrderedDict()
+            snapshots, self._snapshots = list(self._snapshots.values()), OrderedDict()
             with suppress(HeadraceError, OSError):  # releasing fails where the host process is gone
                 await self._moments.clear()
-                for snapshot in made:
+                for snapshot in snapshots:
                     await driver.release(snapshot)
                 await driver.close()
 

@@ -72,9 +72,9 @@ def batch_of(step: int, groups: Sequence[tuple[int, tuple[RenderedSample, ...]]]
     """Return the batch of ``step`` and the episodes of its samples. ``groups`` are the rows of the batch, as pairs of
     the row's number in the run and its samples."""
     pairs = [
-        (episode_of(EpisodeKey(number, place), sample), sample)
+        (episode_of(EpisodeKey(number, index), sample), sample)
         for number, samples in groups
-        for place, sample in enumerate(samples)
+        for index, sample in enumerate(samples)
     ]
     laid_out = [path for episode, sample in pairs for path in paths(episode, credit_of(episode, sample))]
     return Batch.collate(step, laid_out), [episode for episode, _ in pairs]
@@ -113,8 +113,8 @@ class RowLedger:
         fresh = [(number, row) for number, row in zip(numbers, rows, strict=True) if number >= self._num_recorded]
         submit = Submit(numbers=tuple(n for n, _ in fresh), rows=tuple(row for _, row in fresh), at_s=at_s)
         ended = [EndEpisode(episode=one, at_s=at_s) for one in episodes if one.key.group >= self._num_recorded]
-        taken = Move(numbers=tuple(numbers), state=GroupState.TAKEN, at_s=at_s, oldest_version=step, step=step)
-        self._ledger.apply(*([submit] if fresh else []), *ended, taken)
+        move = Move(numbers=tuple(numbers), state=GroupState.TAKEN, at_s=at_s, oldest_version=step, step=step)
+        self._ledger.apply(*([submit] if fresh else []), *ended, move)
         self._num_recorded = max(self._num_recorded, numbers[-1] + 1)
 
     def trained(

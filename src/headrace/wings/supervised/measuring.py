@@ -81,9 +81,8 @@ class Measurements:
         if version:
             export(self._run_dir, self._weights(version))
         else:
-            self._weights(version).mkdir(
-                parents=True
-            )  # an empty directory marks version 0 as queued, also after a kill
+            # an empty directory marks version 0 as queued, also after a kill
+            self._weights(version).mkdir(parents=True)
         self._queue.append(version)
         self._start_next()
         while len(self._queue) > MOST_WAITING:

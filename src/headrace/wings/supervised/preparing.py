@@ -105,8 +105,8 @@ class PreparedTuning:
         order: list[Any] = [run.seed, run.rows_per_step, self.config.data.shuffle]
         order += [(len(source.rows), source.weight) for source in self.rows.sources]
         settings = self.recorded()
-        left = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
-        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(left)}"
+        other = {key: settings[key] for key in ("model", "learner", "loss", "teacher") if settings.get(key)}
+        return f"{self.rows.fingerprint()}{_hash(order)}:{_hash(other)}"
 
 
 def _hash(tree: Any) -> str:
@@ -276,13 +276,13 @@ def _row_limits(config: TuningConfig, path: str) -> RowLimits:
     length, why = min(
         (budget, f"learner.tokens_per_microbatch={budget}"), (context, f"the context of the model, {context}")
     )
-    wanted = config.data.max_length
-    if wanted is not None and wanted > length:
+    max_length = config.data.max_length
+    if max_length is not None and max_length > length:
         raise ConfigError(
-            f"data.max_length={wanted} is more than {why}", remedy=f"set data.max_length <= {length}"
+            f"data.max_length={max_length} is more than {why}", remedy=f"set data.max_length <= {length}"
         )  # fmt: skip
-    if wanted is not None:
-        length, why = wanted, f"data.max_length={wanted}"
+    if max_length is not None:
+        length, why = max_length, f"data.max_length={max_length}"
     vocab_size = int(read_config(path).get_text_config().vocab_size)
     return RowLimits(length=length, together=budget, why=why, vocab_size=vocab_size)
 

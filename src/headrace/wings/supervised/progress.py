@@ -78,6 +78,7 @@ class LineView:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Flush the stream."""
         self._stream.flush()
 
     def _print(self, line: str) -> None:
@@ -116,8 +117,10 @@ class BarView:
         """Do nothing: the bar is drawn for steps."""
 
     def __enter__(self) -> Self:
+        """Draw the bar, and return the display."""
         self._progress.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Remove the bar from the terminal."""
         self._progress.stop()

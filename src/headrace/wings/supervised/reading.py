@@ -127,12 +127,12 @@ def read_rows(
     Raises :class:`~headrace.base.errors.DataError` for rows that cannot be trained, unless ``config`` leaves them out,
     and for a source without any other rows. The error names the first such row and counts the others.
     """
-    given = [(PYTHON, None, as_rows(data))] if data is not None else [
+    sources_of_rows = [(PYTHON, None, as_rows(data))] if data is not None else [
         (path, weight, load_rows(Path(path))) for path, weight in files
     ]  # fmt: skip
     sources, left_out, num_cut = [], list[LeftOut](), 0
     first: RowProblem | None = None
-    for name, weight, rows in given:
+    for name, weight, rows in sources_of_rows:
         source = SourceRows(name=name, weight=weight, rows=[], numbers=[])
         for number, row in enumerate(rows, start=1):
             try:
@@ -180,8 +180,8 @@ def _reason_counts(rows: Iterable[LeftOut]) -> str:
 
 def _rename_columns(row: Row, config: RowsConfig) -> Row:
     """Return a row whose columns are renamed by ``data.columns``."""
-    given = {name: row[column] for name, column in config.columns.items() if column in row}
-    return {**row, **given}
+    renamed = {name: row[column] for name, column in config.columns.items() if column in row}
+    return {**row, **renamed}
 
 
 def _fit_to_limits(

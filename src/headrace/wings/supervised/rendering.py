@@ -10,8 +10,8 @@
 
 A chat template may mark the assistant's turns with ``{% generation %}``. Without such marks the turns are found by
 exact prefixes: the rendered conversation up to a turn, with the generation prompt, must be a prefix of the rendered
-whole conversation, in text and in tokens. A row that violates this is refused, because at generation the model would read
-another prompt than in training.
+whole conversation, in text and in tokens. A row that violates this is refused, because at generation the model would
+read another prompt than in training.
 
 Shape legend: T tokens of one sample.
 """
@@ -49,6 +49,7 @@ class RowProblem(DataError):
     describes the error in words."""
 
     def __init__(self, reason: str, problem: str, *, remedy: str) -> None:
+        """Store ``reason``; problem and remedy are the error's text."""
         super().__init__(problem, remedy=remedy)
         self.reason = reason
 
@@ -164,16 +165,16 @@ class RowRenderer:
         """Return the token ids of a row's prompt, and of the answer in its column ``name`` (``chosen`` or
         ``rejected``). Prompt and answer are text or messages; an answer may also be a whole conversation that begins
         with the prompt."""
-        given = row[name]
-        if not isinstance(given, list):
+        value = row[name]
+        if not isinstance(value, list):
             if "prompt" not in row:
                 raise _missing_columns(row, "prompt, chosen and rejected")
             prompt = row["prompt"]
             if isinstance(prompt, list):
-                before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(given, name)}]
+                before, answer = _messages(prompt, "prompt"), [{"role": "assistant", "content": _text(value, name)}]
                 return self._split_answer([*before, *answer], len(before), _tools(row))
-            return self._encode_start(_text(prompt, "prompt")), self._with_stop_token(self._encode(_text(given, name)))
-        answer = _messages(given, name)
+            return self._encode_start(_text(prompt, "prompt")), self._with_stop_token(self._encode(_text(value, name)))
+        answer = _messages(value, name)
         if isinstance(row.get("prompt"), list):
             before = _messages(row["prompt"], "prompt")
             if answer[: len(before)] == before:
@@ -322,10 +323,10 @@ def _unread(row: Mapping[str, Any]) -> str:
     >>> _unread({"messages": [], "text": "", "prompt": ""})
     'messages are read, and not text'
     """
-    read, *others = [form for form in FORMS if set(form) <= row.keys()] or [()]
-    if not others:
+    used, *ignored = [form for form in FORMS if set(form) <= row.keys()] or [()]
+    if not ignored:
         return ""
-    return f"{' and '.join(read)} are read, and not {', '.join(' with '.join(form) for form in others)}"
+    return f"{' and '.join(used)} are read, and not {', '.join(' with '.join(form) for form in ignored)}"
 
 
 def _sample(ids: list[int], mask: list[bool], *, side: int = 0, num_prompt: int = 0) -> RenderedSample:

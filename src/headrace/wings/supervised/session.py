@@ -77,22 +77,22 @@ def sft(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None,
 
 
 def dpo(config: Any, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model on pairs of answers, one preferred to the other, as ``config`` says, and return the summary; the
-    arguments are those of :func:`sft`."""
+    """Train a model on pairs of answers, of which one is preferred, as ``config`` says, and return the summary. The
+    arguments are the same as in :func:`sft`."""
     return tune(load_tuning(DpoConfig, config), data=data, eval_data=eval_data, resume=resume)
 
 
 def distill(config: Any, *, data: Rows | None = None, resume: bool = False) -> TuningSummary:
-    """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary; the
-    arguments are those of :func:`sft`."""
+    """Train a model towards a teacher on the tokens of given rows, as ``config`` says, and return the summary. The
+    arguments are the same as in :func:`sft`."""
     return tune(load_tuning(DistillConfig, config), data=data, resume=resume)
 
 
 def tune(
     config: TuningConfig, *, data: Rows | None = None, eval_data: Rows | None = None, resume: bool = False
 ) -> TuningSummary:
-    """Train as ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, says, and return the summary; the
-    other arguments are those of :func:`sft`."""
+    """Train with ``config``, the settings of ``headrace sft``, ``dpo`` or ``distill``, and return the summary. The
+    other arguments are the same as in :func:`sft`."""
     refuse_inside_a_run()
     prepared = prepare_tuning(config, data=data, eval_data=eval_data)
     clock = RealClock()
@@ -137,7 +137,7 @@ class _Totals:
     of its process. All fields except ``steps_done`` count only the present life."""
 
     steps_done: int = 0
-    """Number of optimizer steps behind the weights, those of earlier lives included."""
+    """Number of optimizer steps that made the present weights, in all lives."""
     losses: list[float] = field(default_factory=list)
     """The loss of every step."""
     trained_tokens: int = 0
@@ -368,9 +368,7 @@ class TuningRun:
         for each in ended:
             pass_at = {f"pass@{k}": value for k, value in each.pass_at.items()}
             self._totals.rewards[each.version] = {"reward": each.mean_reward} | pass_at
-            self._event(
-                f"held-out mean reward {each.mean_reward:.4f} at version {each.version}"
-            )  # the same words as in headrace train
+            self._event(f"held-out mean reward {each.mean_reward:.4f} at version {each.version}")
             self._event(", ".join(f"{name} {value:.4f}" for name, value in pass_at.items()))
             for warning in each.warnings:
                 self._warn(f"[eval]: {warning}")
@@ -460,14 +458,14 @@ class TuningRun:
         """Return the status of each process of the run: this process, and the ranks of the learner. All are in
         ``state``."""
         devices, version = self._started.devices, self._totals.steps_done
-        mine = "" if self._started.pids else devices[0]
+        own_device = "" if self._started.pids else devices[0]
         ranks = [
             ComponentStatus(role=f"learner-{rank}", pid=pid, state=state, version=version, device=device)
             for rank, (pid, device) in enumerate(zip(self._started.pids, devices, strict=False))
         ]
         version_here = None if ranks else version
         return [
-            ComponentStatus(role="controller", pid=os.getpid(), state=state, version=version_here, device=mine),
+            ComponentStatus(role="controller", pid=os.getpid(), state=state, version=version_here, device=own_device),
             *ranks,
         ]
 

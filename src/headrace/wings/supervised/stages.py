@@ -192,9 +192,9 @@ def load_stages(source: str | Path | Tree, overrides: Sequence[str] = ()) -> Sta
     stages = []
     for number, each in enumerate(config.stage, start=1):
         _refuse_own_paths(number, each)
-        own = merge({"model": config.model, "observe": config.observe}, each.settings)
+        settings = merge({"model": config.model, "observe": config.observe}, each.settings)
         directory = Path(config.run.dir) / f"{number}-{each.kind}"
-        stages.append(StageRun(number=number, kind=each.kind, settings=own, directory=directory))
+        stages.append(StageRun(number=number, kind=each.kind, settings=settings, directory=directory))
     return Stages(
         base=config.model["path"], directory=Path(config.run.dir), measured=config.eval, stages=stages
     )  # fmt: skip
@@ -314,12 +314,12 @@ def _eval_config(stages: Stages, model: str) -> RunConfig:
 def _refuse_changed(stages: Stages, results: dict[str, StageResult]) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` if a stage that has ended was changed in the file or removed
     from it, because the later stages depend on its weights."""
-    known = {stage.name: stage for stage in stages.stages}
+    stages_by_name = {stage.name: stage for stage in stages.stages}
     for name, result in results.items():
         if name == BASE:
             changed = result.model != stages.base
         else:
-            changed = name not in known or known[name].fingerprint() != result.settings
+            changed = name not in stages_by_name or stages_by_name[name].fingerprint() != result.settings
         if changed:
             what = "model.path has" if name == BASE else f"the settings of the stage {name} have"
             raise ConfigError(
@@ -358,15 +358,15 @@ class _StageRunner:
     def _run_stage(self, stage: StageRun, model: str) -> tuple[str, str, int]:
         """Run or resume a stage from the weights in the directory ``model``, and export its final weights when it has
         finished. Return the status of its run, the signal that stopped it (empty for none), and its number of steps."""
-        begun = has_ledger(stage.directory)
-        summary = read_summary(stage.directory) if begun else None
+        has_begun = has_ledger(stage.directory)
+        summary = read_summary(stage.directory) if has_begun else None
         if summary is None or summary["status"] != "finished":
             config = stage.config(model)
             if isinstance(config, TuningConfig):
-                tuned = tune(config, resume=begun)
+                tuned = tune(config, resume=has_begun)
                 status, stopped_by, steps = tuned.status, tuned.stopped_by, tuned.steps
             else:
-                trained = train_by_rewards(config, resume=begun)
+                trained = train_by_rewards(config, resume=has_begun)
                 status, stopped_by, steps = trained.status, trained.stopped_by, trained.steps
         else:
             status, stopped_by, steps = "finished", "", summary["steps"]

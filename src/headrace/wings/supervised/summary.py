@@ -35,7 +35,7 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     cause: str = ""
     """The reason why the run failed; empty otherwise."""
     steps: int
-    """Number of optimizer steps behind the weights, including those of earlier lives of the run."""
+    """Number of optimizer steps that made the weights, in all lives of the run."""
     epochs: float
     """Number of rows trained, over the number of rows that there are."""
     loss_first: float | None

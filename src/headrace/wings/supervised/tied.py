@@ -28,7 +28,7 @@ class TiedProcess:
     ) -> None:
         """Start a Python interpreter that calls the function ``main`` of ``module``, which must read ``order``, one
         line, with :func:`read_order`. Its output is appended to the file ``log``. ``environment`` are its environment
-        variables, by default those of this process; ``pass_fds`` are file descriptors that it inherits."""
+        variables, by default the variables of this process; ``pass_fds`` are file descriptors that it inherits."""
         self.log = log
         with log.open("ab") as output:
             self._process = subprocess.Popen(

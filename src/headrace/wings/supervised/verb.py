@@ -116,11 +116,11 @@ def _show_stages(summary: StagesSummary, again: str) -> None:
     out = console()
     out.print(f"\n{summary.status}", style="bold")
     ks = sorted({k for each in summary.results for k in each.pass_at})
-    shown = table("", "stage", "steps", *(f"pass@{k}" for k in ks), "weights")
+    stage_table = table("", "stage", "steps", *(f"pass@{k}" for k in ks), "weights")
     for each in summary.results:
         shares = [f"{each.pass_at[k]:.4f}" if k in each.pass_at else "" for k in ks]
-        shown.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
-    out.print(shown)
+        stage_table.add_row(each.name, str(each.steps or ""), *shares, readable(each.model))
+    out.print(stage_table)
     if summary.status != "finished":
         out.print(continued_by(again), style="bold")
 

@@ -228,7 +228,7 @@ class LocalDriver(SandboxDriver):
             self._uses[store] -= 1
             if not self._uses[store]:
                 del self._uses[store]
-                with suppress(EnvError, OSError):  # the host has gone, and the store with it
+                with suppress(EnvError, OSError):  # the host has ended, which frees the store
                     await self._send({"do": "drop", "store": store})
 
     def forget(self, session: LocalSession) -> None:

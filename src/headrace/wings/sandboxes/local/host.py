@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel, processes, user_namespace
     from headrace.wings.sandboxes.local import frames, init, loopback, root, supervisor
-else:  # two folders, and nothing else of headrace: it starts in milliseconds
+else:  # imports only from these two folders, to start in milliseconds
     sys.path[:0] = [os.path.dirname(os.path.abspath(__file__)), json.loads(sys.argv[2])["sandbox"]]
     import frames
     import init
@@ -68,7 +68,7 @@ class SandboxHost:
         here."""
         if os.getuid() != 0 or not processes.succeeds(_use_rights):
             self.missing["user"] = "only root with all rights can start a process as another user"
-            # a root without rights gives up its number, since sessions are no root's
+            # root without rights changes its user id, because sessions must not run as root
             user_namespace.enter(FIRST_USER if os.getuid() == 0 else None)
         self._layers = root.Layers(self._order["readable"])
         if self._bwrap:
@@ -112,7 +112,9 @@ class SandboxHost:
             return False
         message = json.loads(data)
         if message["do"] == "start":
-            if len(descriptors) < 2:  # this process has no room for them: the client sees that its ends are closed
+            if (
+                len(descriptors) < 2
+            ):  # this process has too many open files: the client's ends of the sockets are closed
                 for descriptor in descriptors:
                     os.close(descriptor)
                 return True
@@ -126,7 +128,7 @@ class SandboxHost:
                 if name == message["session"]:
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
         elif self._layers is not None:
-            with contextlib.suppress(OSError):  # its files stay until this process ends, and the other sessions go on
+            with contextlib.suppress(OSError):  # the files then stay until this process ends
                 self._layers.remove_store(message["store"])
         return True
 
@@ -183,9 +185,12 @@ class SandboxHost:
         session = supervisor.SessionSupervisor({**order, "programs_before": 1 if self._bwrap else 0}, channel)
         if self._bwrap:
             session.start(partial(self._become_bubblewrap, order))
-            limits = {**order["limits"], "processes": 2 * order["limits"]["processes"]}  # the supervisor comes first
-            given = {name: order[name] for name in ("missing", "user", "loopback", "ports")}
-            session.introduce({"limits": limits, **given})
+            limits = {
+                **order["limits"],
+                "processes": 2 * order["limits"]["processes"],
+            }  # the supervisor enforces the real limit first
+            more = {name: order[name] for name in ("missing", "user", "loopback", "ports")}
+            session.introduce({"limits": limits, **more})
         else:
             if order["loopback"] and "network" in self.missing:
                 raise OSError(f"a loopback network needs a namespace of its own: {self.missing['network']}")
@@ -209,7 +214,7 @@ class SandboxHost:
         limits = dict(order["limits"])
         missing = dict(self.missing)
         if _bound_numbers(limits["processes"]):
-            limits["processes"] = NUMBERS  # else sessions of one user would count together
+            limits["processes"] = NUMBERS  # RLIMIT_NPROC counts the processes of all sessions of one user
         elif os.getuid() != 0 or len(order["layers"]) > 1:
             missing["process numbers"] = "sessions of one user share one bound: it needs Linux 6.14"
         if order["loopback"]:
@@ -336,9 +341,7 @@ def main(control: socket.socket, order: Order) -> None:
     os.umask(0o022)
     control.set_inheritable(False)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(
-        resource.RLIMIT_NOFILE, (most, most)
-    )  # each session takes one; commands have limits of their own
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each session needs one; commands have their own limits
     host = SandboxHost(order, control)
     try:
         host.missing.update(_try_lock(order))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel
     from headrace.wings.sandboxes.local import loopback
-else:  # the folders of the two sandboxes, and nothing else of headrace: it starts in milliseconds
+else:  # imports only from the folders of the two sandboxes, to start in milliseconds
     HERE = os.path.dirname(os.path.abspath(__file__))
     sys.path[:0] = [HERE, os.path.join(os.path.dirname(HERE), "sandbox")]
     import jail
@@ -79,7 +79,7 @@ class Init:
         data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 8)
         if not data:
             return False
-        for descriptor in descriptors:  # else each would be open in the command too
+        for descriptor in descriptors:  # so that the command does not inherit it
             os.set_inheritable(descriptor, False)
         message = json.loads(data)
         if message["do"] == "count":
@@ -111,7 +111,7 @@ class Init:
                 os.dup2(descriptor, target)
             self._isolation.order["limits"].update(message["limits"])
             self._isolation.lock()
-            if self._isolation.missing:  # the host has tried this: a command that is not locked in never starts
+            if self._isolation.missing:  # the host has tested this: an unrestricted command must never start
                 raise OSError(0, f"the kernel refuses {', '.join(self._isolation.missing)}")
             enter_directory(message["cwd"])
             os.execve(message["argv"][0], message["argv"], message["env"])
@@ -124,14 +124,14 @@ class Init:
         """Kill all processes except those in ``spared``, and return how many there were at first. If new processes
         appear in more than :data:`MOST_NEW` rounds, kill the spared processes too."""
         number = len(present() - spared)
-        seen: set[int] = set()
+        known_pids: set[int] = set()
         times_new = 0
         for _ in range(ROUNDS):
             left = present() - spared
             if not left:
                 break
-            times_new += not left <= seen
-            seen |= left
+            times_new += not left <= known_pids
+            known_pids |= left
             if times_new > MOST_NEW:
                 spared, left = set(), {-1}  # all at once: no process can fork away from it
             for pid in left:

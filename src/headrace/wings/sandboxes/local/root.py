@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import jail, kernel
-else:  # a part of the host's program
+else:  # the host's program imports this as a top-level module
     import jail
     import kernel
 
@@ -176,7 +176,7 @@ class Layers:
         if not self.overlays:
             kernel.mount(f"{self.place}/{layers[-1]}/files", root, flags=kernel.BIND)
             return
-        os.chdir(self.place)  # short paths: the kernel reads one page of options
+        os.chdir(self.place)  # for short paths: the mount options must fit into one page
         lower = [*(f"{layer}/files" for layer in reversed(layers[:-1])), "skeleton"]
         options = f"lowerdir={':'.join(lower)},upperdir={layers[-1]}/files,workdir={layers[-1]}/work"
         kernel.mount("overlay", root, "overlay", PLAIN, options + (",userxattr" if os.getuid() else ""))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING or __package__:
     from headrace.rollout.scoring.sandbox import kernel, processes
     from headrace.wings.sandboxes.local import frames
-else:  # a part of the host's program
+else:  # the host's program imports this as a top-level module
     import frames
     import kernel
     import processes
@@ -66,7 +66,7 @@ class RunningCommand:
         self.input = self._input[1]
         for large, (pipe, _) in ((len(data), self._input), (order["output_bytes"], self._outputs[0])):
             if large > SMALL_BYTES:
-                with contextlib.suppress(OSError):  # the user's limit of memory for pipes is reached
+                with contextlib.suppress(OSError):  # the user's limit of pipe memory is exhausted
                     fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, CHUNK_BYTES)
         for descriptor in (self.input, *self.output):
             os.set_blocking(descriptor, False)
@@ -258,7 +258,7 @@ class SessionSupervisor:
 
     def _command_pids(self) -> list[int]:
         """Return the process ids of the session without its first process. The list is cut off one above the limit."""
-        first = self.order["programs_before"]  # bubblewrap has processes of its own before the commands
+        first = self.order["programs_before"]  # bubblewrap's own processes come before the commands
         found = islice(processes.descendants(self._init_pid), first + self.order["limits"]["processes"] + 1)
         return list(found)[first:]
 

@@ -18,7 +18,7 @@ from yaml import YAMLError
 from headrace.base.errors import ConfigError, EnvError, nearest
 from headrace.wings.sandboxes.served.session import ServerChannel
 
-client: Any = import_module("kubernetes.aio.client")  # this module is imported when its kind is chosen
+client: Any = import_module("kubernetes.aio.client")  # kubernetes is optional: only this kind imports it
 config: Any = import_module("kubernetes.aio.config")
 stream: Any = import_module("kubernetes.aio.stream")
 watch: Any = import_module("kubernetes.aio.watch")
@@ -194,6 +194,7 @@ class KubernetesCluster:
             raise self._refusal(what, str(error), "see that it runs and can be reached from here") from None
 
     def _refusal(self, what: str, words: str, remedy: str, status: int = 0) -> ClusterRefusal:
+        """Return the error of a failed call; ``what`` describes the call, and ``words`` its failure."""
         return ClusterRefusal(f"the cluster {self.host} did not {what}: {words}", remedy=remedy, status=status)
 
 
@@ -244,9 +245,10 @@ class CommandStreams(ServerChannel):
         return " ".join(self._error_output.decode("utf-8", "replace").split())[-500:]
 
     def _take(self, size: int) -> bytes:
-        taken = bytes(self._read[:size])
+        """Remove the first ``size`` bytes of the buffer, and return them."""
+        data = bytes(self._read[:size])
         del self._read[:size]
-        return taken
+        return data
 
     async def _receive(self) -> None:
         """Receive one message, and append it to the output or to the error output."""

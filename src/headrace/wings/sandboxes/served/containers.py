@@ -224,7 +224,7 @@ class ContainerChannel(ServerChannel):
         """Kill the container, and remove it."""
         if self._process.returncode is None:
             assert self._process.stdin is not None
-            self._process.stdin.close()  # a container that is not there yet cannot be killed: it will find no input
+            self._process.stdin.close()  # ends a container that is still being created
             await self._driver.call("kill", "--signal", "KILL", self._name)
             try:
                 async with asyncio.timeout(END_S):

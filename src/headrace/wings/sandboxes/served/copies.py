@@ -173,7 +173,7 @@ async def _copy(
     changed = {record.path: record for record in _by_path(set(listed.records) - old, listed.mounts).values()}
     removed = [path for path, record in before.items() if path not in after or after[path].kind != record.kind]
     touched = [*(path for path in changed if changed[path].kind != "d"), *removed]
-    for path in [*touched, *changed]:  # unpacking beside them changes the times of their folders
+    for path in [*touched, *changed]:  # unpacking a path changes the times of its folder
         above = posixpath.dirname(path)
         if above in after:
             changed[above] = after[above]

@@ -110,7 +110,7 @@ class DaytonaChannel(HostedChannel):
         from daytona import SessionExecuteRequest
 
         words = launcher_arguments(session.spec, encoded=True, lined=True, rights=settings.rights)
-        # no `exec`: the shell of the process session tells the end of the server, for which its errors must end, too
+        # no `exec`: the shell of the process session reports the end of the server, once its error output has ended too
         command = f"cd / && bash {shlex.join(words)} 2> /dev/null"
         await self._sandbox.process.create_session(self._name)
         started = await self._sandbox.process.execute_session_command(
@@ -125,7 +125,7 @@ class DaytonaChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 text = encoded_input(data[start : start + SENT_BYTES])
                 await self._sandbox.process.send_session_command_input(self._name, self._command, text)
-        except Exception as error:  # the client's errors have a base, but those of its transport need not
+        except Exception as error:  # errors of the client's transport have another base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
@@ -138,7 +138,7 @@ class DaytonaChannel(HostedChannel):
         await quietly(self._sandbox.delete(timeout=END_S))
         if self._stop_reading is not None:
             self._stop_reading()
-        while not self._pieces.empty():  # they are not read any more, and the end needs room
+        while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
         self._pieces.put_nowait(b"")
 
@@ -190,7 +190,7 @@ class DaytonaDriver(HostedDriver):
             channel = DaytonaChannel(self, sandbox, session.name)
             await channel.run(session, self.settings)
         except BaseException as error:
-            # a sandbox whose image could not be built is there as well, and is not ended by its time alone
+            # a sandbox exists even if its image could not be built, and then does not end at its lifetime
             await asyncio.shield(quietly(self._end(session.name)))
             if isinstance(error, Exception):
                 raise _refusal(error, f"a session cannot start from {origin!r}") from error
@@ -203,7 +203,7 @@ class DaytonaDriver(HostedDriver):
         self._unsure.add(name)
         try:
             await session.machine.create_snapshot(name, timeout=0)
-            # the sandbox goes on as before when its snapshot has failed, and nothing else tells it
+            # a failed snapshot raises no error in the call before
             await self._client.snapshot.get(name)
         except Exception as error:
             raise _refusal(error, "the files of a session cannot be kept", reason="session_snapshot") from error
@@ -217,7 +217,7 @@ class DaytonaDriver(HostedDriver):
     async def close(self) -> None:
         """End all sandboxes, delete all snapshots, and close the client."""
         await super().close()
-        for name in self._unsure:  # the service may have made them after all
+        for name in self._unsure:  # the service may have created them in spite of an error
             await self.remove(name)
         await quietly(self._client.close())
 
@@ -312,9 +312,9 @@ def _client() -> AsyncDaytona:
     from daytona import AsyncDaytona, DaytonaConfig, DaytonaError
 
     try:
-        with warnings.catch_warnings():  # the client looks at a setting of its own that it has deprecated
+        with warnings.catch_warnings():  # the client reads its own deprecated setting
             warnings.simplefilter("ignore", DeprecationWarning)
-            return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session holds a connection
+            return AsyncDaytona(DaytonaConfig(connection_pool_maxsize=None))  # each session keeps a connection
     except DaytonaError as error:
         raise EnvError(f"Daytona cannot be used: {words_of(error)}", remedy="set DAYTONA_API_KEY") from error
 

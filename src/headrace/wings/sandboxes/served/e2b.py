@@ -92,7 +92,7 @@ class E2BChannel(HostedChannel):
         try:
             for start in range(0, len(data), SENT_BYTES):
                 await self._handle.send_stdin(data[start : start + SENT_BYTES])
-        except Exception as error:  # the client raises many kinds of errors, without one base
+        except Exception as error:  # the client's errors have no common base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
@@ -105,7 +105,7 @@ class E2BChannel(HostedChannel):
         await quietly(self._sandbox.kill(request_timeout=END_S))
         if self._handle is not None:
             await quietly(self._handle.disconnect())
-        while not self._pieces.empty():  # they are not read any more, and the end needs room
+        while not self._pieces.empty():  # nobody reads them, and the end of the stream needs space
             self._pieces.get_nowait()
 
     async def last_words(self) -> str:

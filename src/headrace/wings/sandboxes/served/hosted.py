@@ -111,7 +111,7 @@ class EncodedOutput:
         for line in lines:
             pieces.append(_unencoded(line) if self._plain else _decoded(line))
             self._plain = self._plain and not is_of_launcher(line.encode("utf-8", "surrogateescape"))
-        if len(self._text) > 2 * LINE_BYTES:  # no line of the server's
+        if len(self._text) > 2 * LINE_BYTES:  # the server writes no line of this length
             pieces.append(_unencoded(self._text))
             self._text = ""
         return [piece for piece in pieces if piece]
@@ -178,11 +178,13 @@ class HostedChannel(ServerChannel):
         :attr:`lacks`."""
         if not self._said:
             self._said = True
-            said = b""
+            first_line = b""
             for _ in range(MOST_GREETINGS):
-                if is_of_launcher(said := await self._line()):
+                if is_of_launcher(first_line := await self._line()):
                     break
-            self.lacks = {name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in said.split()}
+            self.lacks = {
+                name: why for name, why in _LACKS.items() if name.replace(" ", "-").encode() in first_line.split()
+            }
         return await self._line()
 
     async def exactly(self, size: int) -> bytes:
@@ -303,7 +305,7 @@ class HostedDriver(KeepingDriver):
             async with asyncio.timeout(CALL_S):
                 channel = await asyncio.shield(making)
         except BaseException as error:
-            # the service may make the machine all the same: it is ended as soon as it is there
+            # the service may still create the machine: it is ended as soon as it exists
             self._tasks.create_task(_end_made(making))
             await session.give_up("its start was cut off")
             if isinstance(error, TimeoutError):
@@ -337,9 +339,9 @@ def _late(reason: str) -> EpisodeError:
 
 async def _end_made(making: asyncio.Task[HostedChannel | Exception]) -> None:
     """End a machine that is no longer needed, as soon as it has been created."""
-    made = await making
-    if isinstance(made, HostedChannel):
-        await made.kill()
+    outcome = await making
+    if isinstance(outcome, HostedChannel):
+        await outcome.kill()
 
 
 async def quietly(call: Coroutine[Any, Any, Any]) -> None:

@@ -86,8 +86,8 @@ class KubernetesSettings(RemoteSettings):
     @classmethod
     def _leave_own_fields(cls, value: dict[str, JsonValue]) -> dict[str, JsonValue]:
         """Refuse fields of the pod's specification that the driver sets itself."""
-        if taken := sorted(_OWN_FIELDS & value.keys()):
-            raise ValueError(f"the driver sets {', '.join(taken)} by itself")
+        if own_fields := sorted(_OWN_FIELDS & value.keys()):
+            raise ValueError(f"the driver sets {', '.join(own_fields)} by itself")
         return value
 
 
@@ -223,6 +223,7 @@ class KubernetesDriver(RemoteDriver):
         refusals = []
 
         async def make() -> None:
+            """Create the job, and store a refusal instead of raising it, so that the task group does not wrap it."""
             try:
                 await self._cluster.create_job(job)
             except ClusterRefusal as error:

@@ -86,7 +86,7 @@ class ModalChannel(HostedChannel):
             for start in range(0, len(data), SENT_BYTES):
                 self._process.stdin.write(data[start : start + SENT_BYTES])
                 await self._process.stdin.drain.aio()
-        except Exception as error:  # the client raises many kinds of errors, without one base
+        except Exception as error:  # the client's errors have no common base class
             self._ended = self._ended or words_of(error)
             raise OSError(f"input cannot be sent: {error}") from error
 
@@ -127,13 +127,13 @@ class ModalDriver(HostedDriver):
         import modal
 
         memory = (session.spec.limits.memory_bytes + OWN_BYTES) // MIB
-        named = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
+        image_of = modal.Image.from_id if session.below or origin.startswith("im-") else modal.Image.from_registry
         try:
             sandbox = await modal.Sandbox.create.aio(
                 "sleep",
                 "infinity",
                 app=self._app,
-                image=named(origin),
+                image=image_of(origin),
                 tags=self.tags(session),
                 timeout=whole_seconds(session.spec),
                 cpu=None if self.settings.cpus is None else (self.settings.cpus, self.settings.cpus),

@@ -31,7 +31,7 @@ def is_dead(name: str) -> bool:
     if len(parts) < len(own) or parts[0] != own[0]:
         return False
     if parts[1] != own[1]:
-        return True  # the machine has started again since
+        return True  # the machine has rebooted since
     if parts[2] != own[2]:
         return False
     try:
@@ -49,7 +49,7 @@ def _start_time(pid: int) -> int:
     if platform.system() != "Linux":
         return int(psutil.Process(pid).create_time())
     stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return int(stat.rpartition(")")[2].split()[19])  # field 22, of which the name of the program is the second
+    return int(stat.rpartition(")")[2].split()[19])  # field 22; field 2 is the program's name in parentheses
 
 
 def _shortened(text: str) -> str:

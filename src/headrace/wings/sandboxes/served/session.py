@@ -128,8 +128,8 @@ class ServedSession(SandboxSession):
         self, argv: Sequence[str], *, stdin: bytes, directory: str, variables: Mapping[str, str], limits: SandboxLimits
     ) -> Execution:
         """Run a program in the session, as the contract says."""
-        given = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
-        words = [directory, *given, *argv]
+        assignments = [f"{name}={value}" for name, value in variables.items() if not name.startswith("-")]
+        words = [directory, *assignments, *argv]
         data = b"".join(word.encode("utf-8", "surrogateescape") + b"\0" for word in words) + stdin
         numbers = (
             len(data), len(words) - 1, int(limits.wall_s * 1e6), limits.output_bytes, limits.cpu_s,
