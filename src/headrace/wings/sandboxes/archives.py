@@ -71,7 +71,7 @@ async def unpack(session: SandboxSession, archive: bytes) -> None:
 
 
 def ignore_rules(text: str) -> Callable[[str], bool]:
-    """Return the function that tells whether the rules ``text`` of a ``.dockerignore`` exclude a path."""
+    """Return a function of a path that returns whether the rules ``text`` of a ``.dockerignore`` exclude a path."""
     rules = []
     for line in text.splitlines():
         pattern = line.strip()

@@ -226,7 +226,7 @@ class SandboxSession(ABC):
 
     @property
     def state(self) -> SessionState:
-        """Whether the session takes commands."""
+        """Whether the session accepts commands."""
         return SessionState.ENDED if self.ended else SessionState.RUNNING
 
     @abstractmethod

@@ -119,7 +119,7 @@ def _matching_files(step: BuildStep, sources: list[str], task: TaskDirectory) ->
 
 
 def _ignore_function(context: Path) -> Callable[[str], bool]:
-    """Return the function that tells whether ``.dockerignore`` excludes a path of the folder ``context``."""
+    """Return a function of a path in the folder ``context`` that returns whether ``.dockerignore`` excludes it."""
     file = context / ".dockerignore"
     return ignore_rules(file.read_text(encoding="utf-8") if file.is_file() else "")
 

@@ -40,7 +40,7 @@ WORK_DIRECTORY = "/app"
 """The default directory in which the agent's commands begin."""
 _SIZE = re.compile(r"(?i)\s*([\d.]+)\s*([kmgt]?)(i?b)?\s*")
 LONGEST_SOLUTION_BYTES = 90_000
-"""The greatest length of a solution that is given as a plain command, in bytes; a longer one is compressed."""
+"""The greatest length of a solution that stays a plain command, in bytes; a longer solution is compressed."""
 MIN_MEMORY_BYTES, MIN_DISK_BYTES = 64 * MIB, MIB
 """The smallest memory and disk of a session that ``env.options`` allow, in bytes."""
 MAX_S = 30 * 24 * 3600.0

@@ -85,7 +85,7 @@ class RowLedger:
     recorded are not submitted again."""
 
     def __init__(self, ledger: Ledger, clock: Clock) -> None:
-        """Write into ``ledger``; ``clock`` gives the times of records."""
+        """Write into ``ledger``, with the times of ``clock``."""
         self._ledger = ledger
         self._clock = clock
         self._num_recorded = 0

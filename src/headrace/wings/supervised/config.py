@@ -53,30 +53,31 @@ class SourceConfig(Section):
 
 
 class RowsConfig(Section):
-    """The section ``[data]``: the rows to train on and the held-out rows, and how they are read."""
+    """The section ``[data]``: the rows to train on, the held-out rows, and the rules for reading them."""
 
     path: str = ""
-    """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty where rows are passed in Python or ``sources`` are given."""
+    """A ``.jsonl``, ``.csv`` or ``.parquet`` file. Empty if rows are passed in Python or ``sources`` is set."""
     sources: tuple[SourceConfig, ...] = ()
     """Several files, a table ``[[data.sources]]`` for each, in place of ``path``."""
     eval_path: str = ""
     """A file of held-out rows in the same form, on which the loss is measured; empty: no evaluation."""
     columns: dict[str, str] = Field(default_factory=dict)
-    """The columns of the files by the names that are expected: ``columns = { completion = "answer" }``."""
+    """The names of the files' columns by the expected names: ``columns = { completion = "answer" }``."""
     loss_on: LossOn = "assistant"
     """The tokens that carry loss. ``assistant``: all turns of the assistant, or the completion. ``last``: the last turn
     of the assistant only. ``all``: every token but the first. A row of plain text has loss on every token but the
     first."""
     max_length: int | None = Field(default=None, ge=2)
-    """The longest row, in tokens. Unset: the longest context of the model, or ``learner.tokens_per_microbatch``."""
+    """The greatest length of a row, in tokens. Unset: the smaller of the model's context and
+    ``learner.tokens_per_microbatch``."""
     long_rows: Literal["refuse", "skip", "cut"] = "refuse"
-    """What happens to rows that are longer: they are refused by name, left out and counted, or cut off at the end and
-    counted."""
+    """The handling of longer rows: the run is refused with the first of them (``refuse``), or they are left out
+    (``skip``) or truncated (``cut``) and counted."""
     bad_rows: Literal["refuse", "skip"] = "refuse"
-    """What happens to rows that cannot be trained: they are refused by name before the run starts, or left out,
-    counted and listed in ``left_out.jsonl`` of the run directory."""
+    """The handling of rows that cannot be trained: the run is refused with the first of them (``refuse``), or they are
+    left out, counted and listed in ``left_out.jsonl`` of the run directory (``skip``)."""
     shuffle: bool = True
-    """Whether the rows are visited in a new random order in every epoch."""
+    """Whether each epoch has a new random order of rows."""
 
     @model_validator(mode="after")
     def _columns_are_known(self) -> Self:
@@ -142,12 +143,12 @@ class TuningSection(Section):
 
 
 class TuningConfig(Section):
-    """The sections of a run file that ``headrace sft``, ``dpo`` and ``distill`` have in common."""
+    """The sections of a run file that ``headrace sft``, ``dpo`` and ``distill`` share."""
 
     verb: ClassVar[str]
     """The name of the verb."""
     has_teacher: ClassVar[bool] = False
-    """Whether the loss reads what a teacher says."""
+    """Whether the loss uses a teacher's log-probabilities."""
     model: ModelConfig
     """The model that is trained."""
     data: RowsConfig = RowsConfig()
@@ -155,10 +156,10 @@ class TuningConfig(Section):
     learner: LearnerConfig = LearnerConfig(lr=1e-5, betas=(0.9, 0.999))
     """The optimizer, its schedule, and the reference policy."""
     eval: dict[str, Any] = Field(default_factory=dict)
-    """The sections of a run file of ``headrace train`` that say how rewards and pass@k of the weights are measured,
-    without the model; empty: they are not. It is done when the held-out loss is measured, while training goes on."""
+    """The evaluation of rewards and pass@k: sections of a run file of ``headrace train`` without the model; empty: no
+    evaluation. It runs at the same steps as the held-out loss, while training continues."""
     observe: ObserveConfig = ObserveConfig()
-    """The display of the run, and the files it leaves for people."""
+    """The display of the run, its writers, its alarms and its report."""
     run: TuningSection = TuningSection()
     """The length of the run, its batches, its seed and its directory."""
 
@@ -195,22 +196,22 @@ class SftConfig(TuningConfig):
 
 
 class ServerTeacher(Section):
-    """The settings of a teacher that a server computes: any engine behind OpenAI's completions that tells the logprobs
-    of prompts and has ``/detokenize``, such as ``headrace serve`` and vLLM."""
+    """The settings of a teacher on a server. The server must offer OpenAI's completions with the log-probabilities of
+    prompts, and ``/detokenize``, as ``headrace serve`` and vLLM do."""
 
     base_url: str
     """The URL of its API, such as ``http://localhost:8000/v1``."""
     model: str = ""
-    """The server's name for the model; unset: the first that it lists."""
+    """The server's name for the model; unset: the first model that the server lists."""
     api_key_env: str = ""
-    """The environment variable that holds the key; unset: no key is sent."""
+    """The name of the environment variable with the API key; unset: no key is sent."""
     top_k: int = Field(default=20, ge=1)
     """The number of the teacher's likeliest entries that are compared at each token; the remaining probability counts
-    as one more entry. ``headrace serve`` tells at most 20, and vLLM too unless ``--max-logprobs`` says otherwise."""
+    as one more entry. ``headrace serve`` returns at most 20 entries, and vLLM too unless ``--max-logprobs`` is set."""
     concurrency: int = Field(default=8, ge=1)
-    """The most requests at once."""
+    """The greatest number of requests at the same time."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Seconds after which a request without an answer ends the run, which ``--resume`` goes on with."""
+    """The time limit of one request, in seconds. A request without an answer ends the run, which can be resumed."""
 
     @model_validator(mode="after")
     def _can_be_asked(self) -> Self:
@@ -225,17 +226,17 @@ class ServerTeacher(Section):
 
 
 class DistillConfig(TuningConfig):
-    """A run file of ``headrace distill``: the tokens of the rows, as a teacher would have continued them.
+    """A run file of ``headrace distill``: the divergence from a teacher's distribution, on the tokens of the rows.
 
     The teacher is ``[[learner.teachers]]``, a model that the learner or an engine of this process computes, or
-    ``[teacher]``, a server; without both, the rows themselves say what a teacher gave each token."""
+    ``[teacher]``, a server; without both, the rows contain a teacher's scores of each token."""
 
     verb: ClassVar[str] = "distill"
     has_teacher: ClassVar[bool] = True
     loss: Distill = Distill(divergence="forward")
     """The divergence between teacher and model. ``forward`` by default: the rows are not the model's own samples."""
     teacher: ServerTeacher | None = None
-    """A teacher that a server computes; unset: there is none."""
+    """A teacher on a server; unset: no server."""
 
     @property
     def has_engine(self) -> bool:
@@ -281,7 +282,7 @@ class DistillConfig(TuningConfig):
 
 
 class DpoConfig(TuningConfig):
-    """A run file of ``headrace dpo``: learning from pairs of answers."""
+    """A run file of ``headrace dpo``: a preference loss on pairs of answers, or on labelled answers."""
 
     verb: ClassVar[str] = "dpo"
 

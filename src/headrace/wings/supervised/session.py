@@ -508,7 +508,7 @@ class TuningRun:
         return summary
 
     def _epochs(self) -> float:
-        """Return how many epochs have been trained, as the number of trained rows over the number of rows."""
+        """Return the number of epochs trained so far: the number of trained rows over the number of rows."""
         schedule, done = self._prepared.schedule, self._totals.steps_done
         return schedule.places(done - 1).stop / len(self._prepared.rows.rows) if done else 0.0
 

@@ -67,5 +67,5 @@ class TuningSummary(msgspec.Struct, frozen=True, kw_only=True):
     warnings: list[str]
     """The warnings of this life, in words."""
     verdict: str = ""
-    """Always empty: nothing waits for anything in such a run."""
+    """Always empty: such a run is sequential, so no part waits for another."""
     run_dir: str

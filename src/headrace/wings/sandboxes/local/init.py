@@ -121,7 +121,7 @@ class Init:
             os._exit(NOT_STARTED)
 
     def _end(self, spared: set[int]) -> int:
-        """Kill all processes except those in ``spared``, and return how many there were at first. If new processes
+        """Kill all processes except those in ``spared``, and return their number at the start. If new processes
         appear in more than :data:`MOST_NEW` rounds, kill the spared processes too."""
         number = len(present() - spared)
         known_pids: set[int] = set()

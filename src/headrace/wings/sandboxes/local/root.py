@@ -23,7 +23,7 @@ else:  # the host's program imports this as a top-level module
     import kernel
 
 PLACES = ("/mnt", "/media", "/srv", "/run")
-"""Folders of the machine on which the host can mount its files; it takes the first that no readable path lies in."""
+"""Folders of the machine on which the host can mount its files; the first without a readable path in it is used."""
 PLAIN = kernel.NO_SUID | kernel.NO_DEVICES
 SKELETON_BYTES = 4 << 20
 """The size of the skeleton's file system in bytes; it contains folders and empty files."""

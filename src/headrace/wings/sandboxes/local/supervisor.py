@@ -42,7 +42,7 @@ SMALL_BYTES = 1 << 16
 STATE_BYTES = 1 << 20
 """The greatest number of bytes that are read from a shell's state pipe."""
 SEND_S = 30
-"""How long a client may leave a result unread before sending gives up, in seconds."""
+"""The timeout of sending a result to a client that does not read it, in seconds."""
 Order = dict[str, Any]
 
 
@@ -144,7 +144,7 @@ class SessionSupervisor:
         self._poll = select.poll()
         self._checked_s = 0.0
         self._ending = False
-        """Whether the first process has been told to kill processes that exceed a limit, and has not answered yet."""
+        """Whether the order to kill processes that exceed a limit was sent and not answered yet."""
 
     def start(self, begin: Callable[[socket.socket], None]) -> None:
         """Fork the first process of the session. It calls ``begin`` with its end of the control socket, and never
@@ -294,7 +294,7 @@ class SessionSupervisor:
             self._end(since=False)
 
     def _end(self, *, since: bool) -> None:
-        """Let the first process kill all processes, or with ``since`` only those that began with the present
+        """Let the first process kill all processes, or with ``since`` only processes that began with the present
         command."""
         if not self._ending:
             self._ending = True
