@@ -53,7 +53,7 @@ class RowStream:
         first = len(self._drawn_rows)
         if self._shares is None:
             return np.array([self._orders[0](place) for place in range(first, first + CHUNK)], np.int64)
-        # seeded by chunk, so that the order needs no stored state
+        # the draws of a chunk depend only on the seed and on its number
         rng = np.random.default_rng([self._seed, 1, first // CHUNK])
         rows = np.zeros(CHUNK, np.int64)
         for place, source in enumerate(rng.choice(len(self._sizes), size=CHUNK, p=self._shares).tolist()):
