@@ -47,11 +47,11 @@ from headrace.wings.cluster.joining.machine import JoinedStarter, MachineConfig,
 READY_S = 20.0
 """Longest time in seconds from the admission of a machine until it reports that it is ready."""
 LOOK_S = 1.0
-"""Seconds between two checks whether a machine has sent a message."""
+"""Seconds between two checks whether a machine has sent a heartbeat."""
 QUIET_LOOKS = 15
-"""Number of checks without a message after which a machine counts as lost."""
+"""Number of checks without a heartbeat after which a machine counts as lost."""
 LAST_LOOKS = 3
-"""Number of checks without a message after which a machine counts as lost if a connection of its channel has broken.
+"""Number of checks without a heartbeat after which a machine counts as lost if a connection of its channel has broken.
 The machine does not count as lost at once, because the broken connection may not be needed."""
 MAX_REQUEST_BYTES = 1 << 16
 """Largest size of a request to join, in bytes."""
@@ -237,8 +237,8 @@ class JoinListener:
             self._report_event(f"{machine.address} has left")
 
     async def _watch_machine(self, machine: JoinedStarter, workers: WorkerGroup) -> None:
-        """Remove the machine's workers from the pool when the machine requests to leave, or when it has sent no message
-        for :data:`QUIET_LOOKS` checks (:data:`LAST_LOOKS` after a broken connection)."""
+        """Remove the machine's workers from the pool when the machine requests to leave, or when it has sent no
+        heartbeat for :data:`QUIET_LOOKS` checks (:data:`LAST_LOOKS` after a broken connection)."""
         quiet_looks = 0
         while quiet_looks < (LAST_LOOKS if machine.broke else QUIET_LOOKS) and not machine.peer.reported.is_set():
             with suppress(TimeoutError):
@@ -246,7 +246,7 @@ class JoinListener:
                     await machine.peer.leaving.wait()
                     workers.leaving.set()
                     await machine.peer.reported.wait()
-            # any message resets the count
+            # a heartbeat resets the count
             quiet_looks = 0 if machine.peer.was_heard else quiet_looks + 1
             machine.broke &= not machine.peer.was_heard
             machine.peer.was_heard = False
