@@ -75,7 +75,6 @@ def build_demo(
     ``seed`` determines the initial weights, the split of the rows, and the demonstrations. ``progress`` is called with
     the number of finished steps and the number of all steps of the supervised phase."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
     run_file = lay_out(directory, seed=seed)
     cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind=kind, hidden_size=128, num_layers=2))
@@ -113,7 +112,6 @@ def build_teacher(directory: Path, *, seed: int) -> Path:
     """Create a teacher for distillation in ``directory``, and return the directory of its model. The teacher has about
     three times the size of the demo's model, and is trained on correct answers."""
     from headrace.models.tiny import make_tiny
-    from headrace.wings.recipes.demo.build import Demonstrations, warm_start
 
     cold = make_tiny(directory / "untrained", _tiny_spec(seed, kind="dense", hidden_size=192, num_layers=3))
     demonstrations = Demonstrations(pairs=split(seed).warm, careless_frac=0.0)
