@@ -140,14 +140,14 @@ class Answers:
         no loss. The counts of marked and of unknown tokens are updated."""
         ids_T = np.asarray(ids, np.int32)
         parts: list[Tokens] = []
-        done = 0
+        position = 0
         for start, end in _marked_spans(mask):
             answer = self._answer(ids_T, start, end)
-            parts += [Tokens.observed(ids_T[done:start]), answer]
-            done = start + len(answer)
+            parts += [Tokens.observed(ids_T[position:start]), answer]
+            position = start + len(answer)
             self.num_marked += end - start
-            self.num_unknown += end - done
-        return Tokens.concat([*parts, Tokens.observed(ids_T[done:])])
+            self.num_unknown += end - position
+        return Tokens.concat([*parts, Tokens.observed(ids_T[position:])])
 
     def _answer(self, ids_T: IntColumn, start: int, end: int) -> Tokens:
         """Return the longest prefix of ``ids_T[start:end]`` that the engine has sampled after the context

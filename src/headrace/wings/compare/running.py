@@ -84,15 +84,15 @@ def compare(
     if config.run_file is None and not (_demo_directory(config) / "model" / "config.json").exists():
         report("the demo's model is made; the supervised phase takes about 20 s")
         build_demo(_demo_directory(config), seed=config.seed or 0)
-    made = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
+    comparison = RecipeComparison(directory=config.directory, base=base, rows=(), stopped=False)
     with keep_fork_server():  # the runs differ in settings, not in the libraries that their parts import
         for place, name in enumerate(names, start=1):
             row = _run_recipe(name, configs[name], partial(_report_progress, report, f"{place}/{len(names)} {name}"))
-            made = replace(made, rows=(*made.rows, row), stopped=row.status == "stopped")
-            each(made)
-            if made.stopped:
+            comparison = replace(comparison, rows=(*comparison.rows, row), stopped=row.status == "stopped")
+            each(comparison)
+            if comparison.stopped:
                 break
-    return made
+    return comparison
 
 
 def _report_progress(report: Callable[[str], None], where: str, words: str) -> None:

@@ -91,11 +91,11 @@ class ServedCandidate:
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.copy_(parameter.half().float())
-        found = []
+        sequence_logits = []
         with torch.no_grad():
             for ids in sequences:
-                found.append(forward(model, torch.tensor(ids), PackedPlan([len(ids)])).float())
-        return found
+                sequence_logits.append(forward(model, torch.tensor(ids), PackedPlan([len(ids)])).float())
+        return sequence_logits
 
 
 @contextmanager
@@ -112,8 +112,8 @@ def _with_changed_rope(path: str, rope: tuple[str, Any] | None) -> Iterator[str]
                 (Path(copy) / file.name).symlink_to(file.resolve())
         config = json.loads((Path(path) / "config.json").read_text(encoding="utf-8"))
         name, value = rope
-        (own,) = {json.dumps(each) for _, each in rope_types(read_config(path))}
-        parameters = json.loads(own)
+        (encoded,) = {json.dumps(each) for _, each in rope_types(read_config(path))}
+        parameters = json.loads(encoded)
         if name == "rope_type":
             parameters = {"rope_theta": parameters.get("rope_theta")}
         config.pop("rope_scaling", None)
@@ -255,14 +255,16 @@ def entry_logprobs(logits: Sequence[Tensor], entries: Entries, *, scale: float =
     probability (``None``: all ids); the logprob of other ids is minus infinity."""
     found_E = np.full(len(entries), -np.inf)
     for number, each in enumerate(logits):
-        mine = np.flatnonzero(entries.sequence_E == number)
-        if not len(mine):
+        own_entries = np.flatnonzero(entries.sequence_E == number)
+        if not len(own_entries):
             continue
         # several entries share a place, whose log-softmax is computed once
-        places, row_E = np.unique(entries.place_E[mine] - 1, return_inverse=True)
-        logs = (each[torch.from_numpy(places)].double() * scale)[:, :size].log_softmax(-1)
-        ids = torch.from_numpy(entries.id_E[mine])
-        inside = ids < logs.shape[1]
-        values = logs[torch.from_numpy(row_E), ids.clamp(max=logs.shape[1] - 1)].masked_fill(~inside, -torch.inf)
-        found_E[mine] = values.numpy()
+        places, row_E = np.unique(entries.place_E[own_entries] - 1, return_inverse=True)
+        logprobs = (each[torch.from_numpy(places)].double() * scale)[:, :size].log_softmax(-1)
+        ids = torch.from_numpy(entries.id_E[own_entries])
+        is_known = ids < logprobs.shape[1]
+        values = logprobs[torch.from_numpy(row_E), ids.clamp(max=logprobs.shape[1] - 1)].masked_fill(
+            ~is_known, -torch.inf
+        )
+        found_E[own_entries] = values.numpy()
     return found_E

@@ -254,12 +254,14 @@ def _logit_scale(own: Explanation, entries: Entries, size: int | None) -> float 
     scale."""
     scales = np.geomspace(0.1, 10, 41)
     gaps = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in scales]
-    at = int(np.argmin(gaps))
-    low, high = scales[max(at - 1, 0)], scales[min(at + 1, len(scales) - 1)]
-    finer = np.linspace(low, high, 61)
-    fine = [_mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in finer]
-    scale = float(finer[int(np.argmin(fine))])
-    explains = min(fine) <= max(0.02, own.gap / 50) and min(fine) < CLEARLY * own.gap
+    best_index = int(np.argmin(gaps))
+    low, high = scales[max(best_index - 1, 0)], scales[min(best_index + 1, len(scales) - 1)]
+    fine_scales = np.linspace(low, high, 61)
+    fine_gaps = [
+        _mean_gap(entry_logprobs(own.logits, entries, scale=scale, size=size), entries) for scale in fine_scales
+    ]
+    scale = float(fine_scales[int(np.argmin(fine_gaps))])
+    explains = min(fine_gaps) <= max(0.02, own.gap / 50) and min(fine_gaps) < CLEARLY * own.gap
     return scale if explains and abs(scale - 1) > NEAR_ONE else None
 
 
@@ -403,13 +405,13 @@ def _check_sampling_defaults(report: DoctorReport, probe: ServerProbe, found: Ex
     entropy = -float((logs_V.exp() * logs_V).nansum())
     # the mean logprob of the draws should be minus the entropy; their distance is measured in standard errors
     spread = float((logs_V.exp() * (logs_V + entropy) ** 2).nansum()) ** 0.5
-    apart = (float(logs_V[drawn].mean()) + entropy) / (spread / len(ids) ** 0.5 + 1e-9)
-    if abs(apart) <= CERTAIN:
+    deviation = (float(logs_V[drawn].mean()) + entropy) / (spread / len(ids) ** 0.5 + 1e-9)
+    if abs(deviation) <= CERTAIN:
         report.add("defaults", Grade.OK, f"{len(ids)} draws without settings follow temperature 1, top_p 1")
         return
     report.add(
         "defaults", Grade.WARN, f"without settings the server does not sample at temperature 1: its {len(ids)} draws "
-        f"fit {_likeliest_settings(logits_V, drawn)} ({apart:+.0f} standard deviations)",
+        f"fit {_likeliest_settings(logits_V, drawn)} ({deviation:+.0f} standard deviations)",
         "send temperature, top_p and top_k with every request, or start the server without the model's "
         "generation_config.json (vLLM: --generation-config vllm)", Fault.OTHER_DEFAULTS,
     )  # fmt: skip

@@ -191,20 +191,20 @@ def _check_versions(report: DoctorReport) -> None:
     missing or not supported, and which extras are installed."""
     python = ".".join(map(str, sys.version_info[:3]))
     report.add("python", Grade.OK if sys.version_info >= (3, 11) else Grade.FAIL, python)
-    wanted = [Requirement(text) for text in metadata.requires("headrace") or ()]
+    requirements = [Requirement(text) for text in metadata.requires("headrace") or ()]
     extras: dict[str, bool] = {}
-    for each in wanted:
+    for each in requirements:
         extra = _extra_of(each)
         problem = _why_unmet(each)
         if extra:  # an extra is installed if all its packages are
             extras[extra] = extras.get(extra, True) and not problem
         elif problem and (each.marker is None or each.marker.evaluate()):
             report.add(each.name, Grade.FAIL, problem, f"pip install '{each.name}{each.specifier}'")
-    core = {each.name: metadata.version(each.name) for each in wanted if each.name in ("torch", "transformers")}
+    core = {each.name: metadata.version(each.name) for each in requirements if each.name in ("torch", "transformers")}
     report.add("packages", Grade.OK, ", ".join(f"{name} {version}" for name, version in core.items()))
-    have = [name for name, there in sorted(extras.items()) if there]
-    lack = [name for name, there in sorted(extras.items()) if not there]
-    report.add("extras", Grade.OK, f"installed: {', '.join(have) or 'none'}; not: {', '.join(lack) or 'none'}")
+    installed = [name for name, there in sorted(extras.items()) if there]
+    absent = [name for name, there in sorted(extras.items()) if not there]
+    report.add("extras", Grade.OK, f"installed: {', '.join(installed) or 'none'}; not: {', '.join(absent) or 'none'}")
 
 
 def _extra_of(requirement: Requirement) -> str:

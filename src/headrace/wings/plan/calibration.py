@@ -147,8 +147,8 @@ def _engine_points(run: RunRecording) -> Iterable[tuple[float, float]]:
         if busy_s > 0 and tokens > 0 and num > 0 and counts_steps:
             yield tokens / num, busy_s / num
         elif busy_s > 0 and tokens > 0 and episodes_s > 0:
-            at_once = max(1.0, episodes_s / busy_s)
-            yield at_once / engines, at_once * busy_s / tokens / engines
+            num_concurrent = max(1.0, episodes_s / busy_s)
+            yield num_concurrent / engines, num_concurrent * busy_s / tokens / engines
 
 
 def _overlap_s(spans: Iterable[Span], within: tuple[float, float], selected: Any) -> float:

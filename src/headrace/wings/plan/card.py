@@ -91,10 +91,10 @@ def on_cluster(rates: CardRates, cluster: Cluster) -> Cluster:
             f"cluster.accelerator={cluster.accelerator!r}, and --calibrate was measured on {rates.card}",
             remedy="name that GPU in the cluster file, or measure on the cluster's",
         )
-    given = cluster.model_fields_set & _MEASURED
-    if given:
+    conflicting = cluster.model_fields_set & _MEASURED
+    if conflicting:
         raise ConfigError(
-            f"cluster.{min(given)} is given, and --calibrate has measured it", remedy="leave one of the two out"
+            f"cluster.{min(conflicting)} is given, and --calibrate has measured it", remedy="leave one of the two out"
         )
     measured: dict[str, Any] = {
         "peak_tflops": rates.product_bfloat16_tflops,

@@ -102,25 +102,25 @@ class Cluster(Section):
     def device(self) -> Accelerator:
         """Return the figures of one accelerator: the values of the file, and the catalogue's values where the file has
         none."""
-        given = {
+        own = {
             key: value
             for key in ("peak_tflops", "bandwidth_gb_s", "memory_gb")
             if (value := getattr(self, key)) is not None
         }
-        if len(given) == 3:
-            return Accelerator(name=self.accelerator, **given)
-        known = accelerator(self.accelerator)
-        return Accelerator(**{**{key: getattr(known, key) for key in Accelerator.__struct_fields__}, **given})
+        if len(own) == 3:
+            return Accelerator(name=self.accelerator, **own)
+        listed = accelerator(self.accelerator)
+        return Accelerator(**{**{key: getattr(listed, key) for key in Accelerator.__struct_fields__}, **own})
 
     @property
     def machine(self) -> HostFigures:
         """Return the figures of one machine: the values of the file, and the catalogue's values where the file has
         none."""
         named = {each.casefold(): each for each in accelerators()}.get(self.accelerator.casefold())
-        known = hosts()[DEFAULT_HOST if named is None else accelerators()[named].host]
-        given = {key: value for key, value in self.host.model_dump().items() if value is not None}
-        cores = known.cores or self.per_node
-        return msgspec.structs.replace(known, **{"cores": cores, "link_gb_s": self.network_gb_s, **given})
+        listed = hosts()[DEFAULT_HOST if named is None else accelerators()[named].host]
+        own = {key: value for key, value in self.host.model_dump().items() if value is not None}
+        cores = listed.cores or self.per_node
+        return msgspec.structs.replace(listed, **{"cores": cores, "link_gb_s": self.network_gb_s, **own})
 
     @property
     def of_cores(self) -> bool:

@@ -134,17 +134,17 @@ def map_of(config: RunConfig, site: PlanContext) -> ClusterMap:
     longest, models = longest_sequence(request), _engine_models(config)
     bytes_of_rank, parts = rank_bytes(request, longest), []
     for demand in demands:
-        where, model = places[demand.name], models.get(demand.name)
-        kept = bytes_of_rank
+        placed, model = places[demand.name], models.get(demand.name)
+        needed_bytes = bytes_of_rank
         if model is not None:
-            kept = {}
+            needed_bytes = {}
             with suppress(ConfigError):  # the sizes of a teacher's or an agent's model may not be known
-                own = asked_of(config.model_copy(update={"model": model}))
-                kept = engine_part_bytes(own, longest, trained=model is config.model)
+                engine_request = asked_of(config.model_copy(update={"model": model}))
+                needed_bytes = engine_part_bytes(engine_request, longest, trained=model is config.model)
         parts.append(
             MappedPart(
-                name=demand.name, where=f"machine {where.machine}", num_devices=max(1, demand.gpus), bytes_by_use=kept,
-                machine=where.machine, gpus=where.gpus, cpus=demand.cpus,
+                name=demand.name, where=f"machine {placed.machine}", num_devices=max(1, demand.gpus),
+                bytes_by_use=needed_bytes, machine=placed.machine, gpus=placed.gpus, cpus=demand.cpus,
                 rank=None if model else _rank_of_process(demand.name),
             )
         )  # fmt: skip
@@ -225,22 +225,22 @@ def _places(config: RunConfig, cluster: Cluster, demands: Sequence[PartDemand]) 
             demand.name: PartPlace(machine=0, gpus=gpu_numbers(device))
             for demand, device in zip(demands, (*devices.learner, *devices.engines), strict=True)
         }
-    left = cluster.count
-    rooms = []
+    num_left = cluster.count
+    machines = []
     for number in range(cluster.num_machines):
-        rooms.append(
-            MachineRoom(number=number, num_gpus=min(cluster.per_node, left), cpus=float(cluster.machine.cores or 0))
+        machines.append(
+            MachineRoom(number=number, num_gpus=min(cluster.per_node, num_left), cpus=float(cluster.machine.cores or 0))
         )
-        left -= cluster.per_node
-    places = _order_ranks_by_machine(place(demands, rooms, config.launch.ray.placement))
+        num_left -= cluster.per_node
+    places = _order_ranks_by_machine(place(demands, machines, config.launch.ray.placement))
     tensor = config.learner.parallel.tensor
     names = [demand.name for demand in demands[: config.learner.parallel.world]]
     for first in range(0, len(names), tensor):
-        spread = sorted({places[name].machine for name in names[first : first + tensor]})
-        if len(spread) > 1:
+        spanned_machines = sorted({places[name].machine for name in names[first : first + tensor]})
+        if len(spanned_machines) > 1:
             raise ConfigError(
                 f"learner.parallel.tensor={tensor} ranks compute the same micro-batch, and ranks {first} to "
-                f"{first + tensor - 1} would lie on the machines {', '.join(map(str, spread))}",
+                f"{first + tensor - 1} would lie on the machines {', '.join(map(str, spanned_machines))}",
                 remedy="choose engine.count, engine.tensor and learner.parallel so that whole groups of "
                 f"{tensor} ranks fill what the engines leave of a machine",
             )
@@ -260,16 +260,16 @@ def refuse_misplaced(config: RunConfig, cluster: Cluster) -> None:
     more accelerators than the cluster has, one of its tensor-parallel groups is larger than a machine, or the attention
     heads cannot be divided among the ranks of a group."""
     width, tensor, engine = config.engine.width, config.learner.parallel.tensor, config.engine
-    wanted = {
+    wanted_gpus = {
         "learner.parallel": config.learner.parallel.world,
         f"{len(_engine_models(config))} engines of engine.tensor x engine.pipeline": len(_engine_models(config))
         * width,
     }
-    if sum(wanted.values()) > cluster.count:
-        parts = " and ".join(f"{count} for {what}" for what, count in wanted.items())
+    if sum(wanted_gpus.values()) > cluster.count:
+        parts = " and ".join(f"{count} for {what}" for what, count in wanted_gpus.items())
         raise ConfigError(
-            f"the run asks for {sum(wanted.values())} accelerators ({parts}), and cluster.count={cluster.count}",
-            remedy=f"set cluster.count >= {sum(wanted.values())}, or lower engine.count or learner.parallel.data",
+            f"the run asks for {sum(wanted_gpus.values())} accelerators ({parts}), and cluster.count={cluster.count}",
+            remedy=f"set cluster.count >= {sum(wanted_gpus.values())}, or lower engine.count or learner.parallel.data",
         )
     if width > cluster.per_node:
         raise ConfigError(

@@ -146,17 +146,17 @@ def host_memory(site: PlanContext, run_map: ClusterMap) -> tuple[int, int]:
     """
     version, served = site.request.version_bytes, not site.request.engine.can.embedded
     ranks = sum(part.rank is not None for part in run_map.parts)
-    engines, held = Counter[int](), Counter[int]()
+    engines, part_bytes = Counter[int](), Counter[int]()
     for part in run_map.parts:
         engines[part.machine or 0] += part.rank is None
-        held[part.machine or 0] += int(PROCESS_BYTES + 2 * (version if part.rank is None else version / ranks))
+        part_bytes[part.machine or 0] += int(PROCESS_BYTES + 2 * (version if part.rank is None else version / ranks))
     shared = SHARED_MEMORY_BYTES + 2 * version * max(engines.values()) * served
-    shm_gib, memory_gib = _round_up_gib(shared), _round_up_gib(max(held.values()) + shared)
-    there = site.cluster.machine.memory_gb
-    if there is not None and memory_gib * 2**30 > there * GB:
+    shm_gib, memory_gib = _round_up_gib(shared), _round_up_gib(max(part_bytes.values()) + shared)
+    available_gb = site.cluster.machine.memory_gb
+    if available_gb is not None and memory_gib * 2**30 > available_gb * GB:
         raise ConfigError(
             f"a machine needs {memory_gib} GiB of memory for its parts and their versions of the weights "
-            f"({version / GB:,.1f} GB each), and has {there:,.0f} GB (cluster.host.memory_gb)",
+            f"({version / GB:,.1f} GB each), and has {available_gb:,.0f} GB (cluster.host.memory_gb)",
             remedy="put fewer engines on a machine (engine.tensor), or take machines with more memory",
         )
     return shm_gib, memory_gib

@@ -71,8 +71,8 @@ class MachineRoom:
         the requested resources, of the fraction that would remain free; −1 if the part does not fit."""
         if not self.has_room(part):
             return -1.0
-        asked = ((part.gpus, self.free_gpus), (part.cpus, self.cpus))
-        return sum((free - wanted) / free for wanted, free in asked if wanted and free)
+        demands = ((part.gpus, self.free_gpus), (part.cpus, self.cpus))
+        return sum((free - wanted) / free for wanted, free in demands if wanted and free)
 
     def take(self, part: PartDemand) -> PartPlace:
         """Allocate accelerators and cores to the part, and return its place."""
@@ -86,20 +86,20 @@ def place(parts: Sequence[PartDemand], machines: Sequence[MachineRoom], strategy
     """Return the place of each part by its name, as Ray chooses it with the ``strategy`` ``pack`` or ``spread``. Ray
     itself may exchange parts with equal demands, and machines with equal resources. Raises
     :class:`~headrace.base.errors.ConfigError` if the parts do not fit."""
-    waiting = sorted(parts, key=lambda part: (-part.gpus, -part.cpus))
+    unplaced = sorted(parts, key=lambda part: (-part.gpus, -part.cpus))
     untouched, places = list(machines), {}
-    while waiting:
-        first = waiting.pop(0)
+    while unplaced:
+        first = unplaced.pop(0)
         machine = _best_machine(first, untouched) or (_best_machine(first, machines) if strategy == "spread" else None)
         if machine is None:
             raise _no_room(first, [*parts], machines)
         places[first.name] = machine.take(first)
         if machine in untouched:
             untouched.remove(machine)
-        fitting = waiting if strategy == "pack" else []
+        fitting = unplaced if strategy == "pack" else []
         for part in filter(machine.has_room, fitting):  # lazy: each placed part reduces the room for the next
             places[part.name] = machine.take(part)
-        waiting = [part for part in waiting if part.name not in places]
+        unplaced = [part for part in unplaced if part.name not in places]
     return {part.name: places[part.name] for part in parts}
 
 

@@ -133,8 +133,8 @@ class Search:
         best = self._best(
             [self._configured_choice(count).with_flow(**_bounded_flow(age)) for count in self._splits() for age in AGES]
         )
-        in_turn = [self._alternating_choice()] if self.site.fit.shared_tokens else []
-        best = self._better(best, in_turn)
+        alternating = [self._alternating_choice()] if self.site.fit.shared_tokens else []
+        best = self._better(best, alternating)
         if not best.choice.shared:
             best = self._better(best, self._finer_splits(best.choice))
         best = self._better(best, self._other_batches(best.choice))
@@ -142,9 +142,11 @@ class Search:
             best, [replace(best.choice, interrupt=mode) for mode in (Interrupt.INFLIGHT, Interrupt.DRAIN)]
         )
         best = self._better(best, [replace(best.choice, transport=each) for each in self._transports()])
-        fresh = [self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()]
+        synchronous_choices = [
+            self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()
+        ]
         return self._build_result(
-            began_s, self._better(best, [requested.choice]), requested, self._best([*fresh, *in_turn])
+            began_s, self._better(best, [requested.choice]), requested, self._best([*synchronous_choices, *alternating])
         )
 
     def _transports(self) -> list[str]:
@@ -160,11 +162,13 @@ class Search:
         dry run uses this short search."""
         began_s = self.clock.now()
         if not self.site.fit.beside:
-            turns = self._simulate(self._alternating_choice())
-            return self._build_result(began_s, turns, turns, turns)
+            alternating = self._simulate(self._alternating_choice())
+            return self._build_result(began_s, alternating, alternating, alternating)
         requested = self._best([self._configured_choice(count) for count in self._splits()])
-        fresh = self._best([self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()])
-        return self._build_result(began_s, requested, requested, fresh)
+        synchronous = self._best(
+            [self._configured_choice(count).with_flow(**_SYNCHRONOUS_FLOW) for count in self._splits()]
+        )
+        return self._build_result(began_s, requested, requested, synchronous)
 
     def _build_result(
         self, began_s: float, best: Candidate, requested: Candidate, synchronous: Candidate

@@ -201,11 +201,11 @@ class PlanContext:
         machine number of each engine, and the machine number of each rank of the learner."""
         if self.measured is not None:
             return replace(self.measured.sync, interrupt=interrupt)
-        made = self.publication(transport, placed, width)
+        estimate = self.publication(transport, placed, width)
         return SyncCost(
-            snapshot_s=made.copy.seconds,
-            travel_s=made.travel_s,
-            gap_s=made.commit.seconds,
+            snapshot_s=estimate.copy.seconds,
+            travel_s=estimate.travel_s,
+            gap_s=estimate.commit.seconds,
             interrupt=interrupt,
             rolling=self.request.sync.rolling,
         )
@@ -215,10 +215,11 @@ class PlanContext:
     ) -> PublicationEstimate:
         """Return the predicted publication by ``transport`` to engines of ``width`` accelerators. ``placed`` is the
         machine number of each engine, and the machine number of each rank of the learner."""
-        found, (engines, ranks) = TRANSPORTS.load(transport), placed
-        whole = found.open_rank_outbox is None  # rank 0 sends the whole version, and not each rank its part
-        gb_s = found.cost.gb_s
-        if found.one_machine and self.rates is not None:
+        transport_type, (engines, ranks) = TRANSPORTS.load(transport), placed
+        # without an outbox for each rank, rank 0 sends the whole version
+        sends_whole = transport_type.open_rank_outbox is None
+        gb_s = transport_type.cost.gb_s
+        if transport_type.one_machine and self.rates is not None:
             gb_s = self.rates.sync_gb_s or gb_s
         embedded = self.request.engine.can.embedded
         on_host = EngineUptake.POINTERS if self.cluster.of_cores else EngineUptake.UPLOAD
@@ -226,12 +227,12 @@ class PlanContext:
             PublicationRequest(
                 image_bytes=self.request.version_bytes,
                 sent_bytes=min(self.sent_bytes(), self.request.version_bytes),
-                ranks=ranks[:1] if whole else ranks,
+                ranks=ranks[:1] if sends_whole else ranks,
                 engines=engines,
                 width=width,
                 uptake=on_host if embedded else EngineUptake.FILES,
-                fixed_s=found.cost.fixed_s,
-                rate_gb_s=(gb_s or self.cluster.network_gb_s) if whole else None,
+                fixed_s=transport_type.cost.fixed_s,
+                rate_gb_s=(gb_s or self.cluster.network_gb_s) if sends_whole else None,
                 on_accelerator=not self.cluster.of_cores,
             ),
             self.cluster.machine,

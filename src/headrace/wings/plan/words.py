@@ -84,14 +84,14 @@ def _describe_candidate(site: PlanContext, each: Candidate, bound: Bound) -> str
     """Return the settings and the simulated results of one candidate in words."""
     choice, outcome = each.choice, each.outcome
     account = outcome.account()
-    who = (
+    division = (
         f"all {site.cluster.count} in turn"
         if choice.shared
         else f"{choice.generation} generate ({choice.generation // site.fit.ways} engines), "
         f"{site.trainers(choice)} train"
     )
     return (
-        f"{who}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
+        f"{division}; {choice.flow.groups_per_step} groups a step, max_age {choice.flow.greatest_age}, lead "
         f"{choice.flow.effective_lead}, {choice.interrupt}, {choice.transport}: {_rate_words(outcome.tok_s)} trained "
         f"tokens/s, a step every {time_words(outcome.step_s)}; engines idle {account.engine_idle:.0%}, learner idle "
         f"{account.learner_idle:.0%}; ages {outcome.mean_age:.2f} on average, {outcome.max_age} at most; the learner "
@@ -104,23 +104,23 @@ def _compare_with_synchronous(found: SearchResult, bound: Bound) -> str:
     """Return a sentence that compares the speed of asynchronous training with the fastest synchronous run."""
     if not found.site.fit.beside:
         return "Asynchrony would gain nothing here: both sides would compute on the same accelerators."
-    fresh, other, subject = found.synchronous, found.requested, "Asynchrony"
+    synchronous, other, subject = found.synchronous, found.requested, "Asynchrony"
     if other.choice.flow.greatest_age == 0:
         other, subject = found.best, "The best asynchronous run"
         if other.choice.flow.greatest_age == 0:
             return "Asynchrony gains nothing here: the fastest run is synchronous."
-    ratio = other.tok_s / fresh.tok_s
-    who = (
+    ratio = other.tok_s / synchronous.tok_s
+    accelerators = (
         "all accelerators in turn"
-        if fresh.choice.shared
-        else plural(fresh.choice.generation // found.site.fit.ways, "engine")
+        if synchronous.choice.shared
+        else plural(synchronous.choice.generation // found.site.fit.ways, "engine")
     )
-    beside = f"the fastest synchronous run, with {who}, trains {_rate_words(fresh.tok_s)} tokens/s"
+    comparison = f"the fastest synchronous run, with {accelerators}, trains {_rate_words(synchronous.tok_s)} tokens/s"
     if ratio > 1 + EQUAL_WITHIN:
-        return f"{subject} gains {ratio - 1:.0%} here: {beside}, {bound(fresh.outcome.account())}."
+        return f"{subject} gains {ratio - 1:.0%} here: {comparison}, {bound(synchronous.outcome.account())}."
     if ratio < 1 - EQUAL_WITHIN:
-        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {beside}."
-    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {beside}."
+        return f"{subject} loses {1 - ratio:.0%} here, {bound(other.outcome.account())}: {comparison}."
+    return f"{subject} changes nothing here, {bound(other.outcome.account())}: {comparison}."
 
 
 def _proposed_changes(found: SearchResult) -> list[str]:
@@ -132,7 +132,7 @@ def _proposed_changes(found: SearchResult) -> list[str]:
     gain = best.tok_s / requested.tok_s - 1
     if gain <= EQUAL_WITHIN:
         return ["What was asked is as fast as anything that was tried."]
-    sets = [
+    assignments = [
         f"{key} = {new!r}"
         for key, old, new in (
             ("flow.groups_per_step", requested.choice.flow.groups_per_step, best.choice.flow.groups_per_step),
@@ -147,9 +147,9 @@ def _proposed_changes(found: SearchResult) -> list[str]:
         f"give {best.choice.generation} of {found.site.cluster.count} accelerators to generation"
     )  # fmt: skip
     batch = "; a step then trains another number of groups, which changes what is learned" if any(
-        line.startswith("flow.groups_per_step") for line in sets
+        line.startswith("flow.groups_per_step") for line in assignments
     ) else ""  # fmt: skip
-    return [f"{gain:+.0%}: {split}" + (f", set {', '.join(sets)}" if sets else "") + batch + "."]
+    return [f"{gain:+.0%}: {split}" + (f", set {', '.join(assignments)}" if assignments else "") + batch + "."]
 
 
 def _how_to_alternate(found: SearchResult) -> str:
