@@ -29,6 +29,7 @@ from headrace.engine.structure import Grammars
 from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.heads import wanted_head
 from headrace.models.hub import called
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.paged.base import BLOCK
@@ -205,6 +206,7 @@ def load(config: ServeConfig, *, clock: Clock) -> LoadedModel:
         clock=clock,
         decode=tokenizer.decode_all,
         masks=masks,
+        head=wanted_head(engine.speculation, config.model, model),
     )
     core.commit(INITIAL)
     fits = min(max_context, core.stats().cache_blocks * BLOCK)  # the cache may hold less than one context

@@ -25,6 +25,7 @@ from headrace.launch.inprocess import LocalEngine, LocalEngineConfig
 from headrace.models.config import ModelConfig
 from headrace.models.devices import use
 from headrace.models.endings import stop_ids
+from headrace.models.heads import wanted_head
 from headrace.models.load import load_model, load_tokenizer
 from headrace.models.multilora import MultiLora
 from headrace.models.paged.base import BLOCK
@@ -104,6 +105,7 @@ class LoadedBase:
             clock=clock,
             decode=lambda ids: str(tokenizer.decode(ids, skip_special_tokens=False)),
             adapters=self._weights,
+            head=wanted_head(engine.speculation, ModelConfig(path=path), model),
         )
         self._core.commit(INITIAL)
         context = min(max_context, self._core.stats().cache_blocks * BLOCK)

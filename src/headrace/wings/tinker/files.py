@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 
 from headrace.base.errors import DataError
 from headrace.learner.disk import CHECKSUMS_FILE, Damaged, listed_checksums, seal, verify
+from headrace.models.heads import copy_later
 from headrace.models.lora import CONFIG_FILE, WEIGHTS_FILE
 from headrace.models.multilora import LoraTensors, from_tensors, to_peft
 from headrace.models.weights import first_of, in_file_format, not_finite
@@ -103,14 +104,16 @@ def write_state(
     return _put_in_place(unfinished, directory)
 
 
-def write_model(directory: Path, state: WeightState, model: PreTrainedModel) -> int:
+def write_model(directory: Path, state: WeightState, model: PreTrainedModel, base: Path) -> int:
     """Write the whole weights ``state`` as a directory that transformers loads, without a tokenizer, with the
-    configuration of ``model``; return its size in bytes. A client downloads it."""
+    configuration of ``model`` and the prediction heads of its checkpoint ``base``; return its size in bytes. A client
+    downloads it."""
     unfinished = directory.with_name(f"{directory.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
     model.config.save_pretrained(unfinished)
     save_file(in_file_format(model, state.weights.tensors), unfinished / WHOLE_FILE, metadata={"format": "pt"})
+    copy_later(base, unfinished)
     facts = {"spec": dict(state.spec), "version": state.version}
     (unfinished / FACTS_FILE).write_text(json.dumps(facts), encoding="utf-8")
     return _put_in_place(unfinished, directory)

@@ -290,7 +290,7 @@ class Performer:
         state, external = _finite_state(tenant), kind == "external_weights"
         base = self._bases[tenant.spec["base"]]
         if external and isinstance(state.weights, WholeTensors):
-            size = write_model(directory, state, base.compute.model)
+            size = write_model(directory, state, base.compute.model, base.path)
         else:
             prefixes = prefixes_in_base(str(base.path), base.compute.model) if external else {}
             size = write_state(directory, state, base=str(tenant.spec["base"]), prefixes=prefixes)
