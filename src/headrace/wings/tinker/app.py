@@ -419,7 +419,7 @@ def _not_found(request: Request, error: Exception) -> Response:
     path = request.url.path.removeprefix(f"{PREFIX}/")
     why = next((why for name, why in REFUSED.items() if path.startswith(name)), None)
     why = why or REFUSED_PARTS.get(path.rpartition("/")[2])
-    status = error.status_code if why is None else 404  # not 405, which Starlette sets if the path exists with another method
+    status = error.status_code if why is None else 404  # not 405, if the path has other methods
     why = why or "docs/tinker.md lists what is served"
     return _refused(request, Refusal(f"{shown(path)} is not served", remedy=why, status=status))
 

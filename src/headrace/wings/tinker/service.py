@@ -1,8 +1,7 @@
 """The service that implements every endpoint of a server of the Tinker protocol; :mod:`.app` calls it. A model is what
 one client trains. A session is one run of a client program. A sampler (sampling session) is a set of weights that a
-client samples from. The server answers a request at once with a name (the request id), and the client polls for the
-result under that name. Requests of models are written to the journal. Requests for samples are not: after a restart the
-server no longer has their names, and the client sends them again."""
+client samples from. The server answers a request at once with a request id, with which the client polls for the result.
+Requests of models are written to the journal; sampling requests are not, and clients repeat them after a restart."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class TinkerService:
         self._ending = self._loop.create_future()
         self._samples = SampleJobs()
         self._beats: dict[str, float] = {}
-        self._trains_alone: dict[str, str] = {}  # directory of a base trained as a whole -> the model that has reserved it
+        self._trains_alone: dict[str, str] = {}  # base directory -> the model that reserved it
         parts.tenants.ended = self._end_in_thread
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -112,9 +111,8 @@ class TinkerService:
         return {}
 
     def sweep(self) -> None:
-        """Do the regular clean-up: move the models of sessions without a recent heartbeat to the disk, retry requests
-        whose results could not be written, fail requests that never arrived, and delete expired checkpoints and old
-        samples. The server calls this every few seconds."""
+        """Move the models of sessions without a recent heartbeat to the disk, retry held and fail missing requests, and
+        delete expired checkpoints and old samples. The server calls this every few seconds."""
         now = self._clock.now()
         for session, beat in list(self._beats.items()):
             if now - beat > self._config.session_s:
@@ -161,8 +159,8 @@ class TinkerService:
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
     def load_weights(self, body: bytes) -> dict[str, Any]:
-        """Accept a request to load a checkpoint, either into the model that the body names or as a new model of the
-        session. Raises :class:`Refusal` if the body names a base other than the base of the checkpoint."""
+        """Accept a request to load a checkpoint into the model that the body names, or as a new model of the session.
+        Raises :class:`Refusal` if the body names another base than the checkpoint's base."""
         new = schema.parse(body, schema.NewModel)
         if new.session_id is None or new.model_seq_id is None:
             return self.of_model("load_weights")(body)
@@ -367,8 +365,8 @@ class TinkerService:
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
     def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
-        """Raise :class:`Refusal` with status 429, after which the client retries, if ``num_samples`` more samples would
-        exceed ``max_samples``, or if too many samplers with whole weights of this base already sample."""
+        """Raise :class:`Refusal` with status 429 if ``num_samples`` more samples would exceed ``max_samples``, or if
+        too many samplers with whole weights of this base already sample."""
         jobs = [job for job in self._samples.values() if not job.task.done()]
         running = sum(job.num_samples for job in jobs)
         if running and running + num_samples > self._config.max_samples:
@@ -412,7 +410,7 @@ class TinkerService:
 
     async def _use(self, record: SamplerRecord) -> None:
         """Load the weights of a sampler if needed, in a thread, and keep them in memory until they are released. If the
-        caller is cancelled while the thread reads, the weights are released when the thread has finished."""
+        caller is cancelled meanwhile, release them when the thread has finished."""
         weights = self._base(record.base).weights
         using = self._loop.run_in_executor(None, weights.use, record.id, lambda: self._read_sampler(record))
 
@@ -430,8 +428,7 @@ class TinkerService:
     def _keep(
         self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
     ) -> None:
-        """Write the sampled sequences to the journal, with the version that sampled each token, so that ``headrace
-        view`` can show them."""
+        """Write the sampled sequences and the version of each token to the journal, which ``headrace view`` shows."""
         now_s, prompt = self._clock.wall(), prompt_N.astype(np.int32).tobytes()
         self._journal.keep_samples(
             [
@@ -460,9 +457,9 @@ class TinkerService:
             return state.weights, state.version
 
     async def _score(self, record: SamplerRecord, ids_N: Array, top: int, targets: Array | None) -> PromptScores:
-        """Return the log-probabilities of a sequence under a sampler's weights. The forward pass runs as one job of the
-        thread that also trains. ``top`` is the number of likeliest tokens to return at each position, and ``targets``
-        are other tokens to score (``None`` for none)."""
+        """Return the log-probabilities of a sequence under a sampler's weights, computed by the thread that also
+        trains. ``top`` is the number of likeliest tokens to return at each position, and ``targets`` are other tokens
+        to score."""
         scored: asyncio.Future[PromptScores] = self._loop.create_future()
         base = self._base(record.base)
         weights = base.weights.weights_of(record.id)
@@ -491,9 +488,9 @@ class TinkerService:
     # -- results ----------------------------------------------------------------------------------------------------
 
     async def retrieve(self, body: bytes) -> ResultResponse:
-        """Wait up to ``poll_s`` seconds for the result of a request, and return it. If there is no result by then,
-        return status 408, after which the client polls again. Raises :class:`Refusal` for an unknown request, and for a
-        result that was deleted because it was fetched long ago."""
+        """Wait up to ``poll_s`` seconds for the result of a request, and return it, or else status 408, after which the
+        client polls again. Raises :class:`Refusal` for an unknown request, and for a result that was fetched long
+        ago."""
         name = schema.parse(body, schema.RetrieveBody).request_id
         model, _, number = name.rpartition(":")
         if ":sample:" in name:
@@ -572,9 +569,9 @@ class TinkerService:
         return SamplerRecord.of(row)
 
     def _base_of(self, model: Any) -> ServedBase:
-        """Return the base of a model, which is given by its row of the journal. Raises :class:`Refusal` with status 503
-        if the base is not served now. After status 503 the client retries for some time, while after another error it
-        would skip the request, and later requests of the model would wait for it."""
+        """Return the base of a model, given by its row of the journal. Raises :class:`Refusal` with status 503 if the
+        base is not served now: the client then retries, and does not skip the request, for which later requests would
+        wait."""
         name = json.loads(model["spec"])["base"]
         if name not in self._bases:
             raise Refusal(

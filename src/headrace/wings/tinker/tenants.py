@@ -104,7 +104,7 @@ class Tenants:
         ``bases`` are the base models by name."""
         self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
-        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses this and the next attribute
+        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses it and _busy
         self._busy: set[str] = set()
         self._held: dict[str, list[int]] = {}  # the requests of each model that wait until the disk can be written
         self._orders: dict[str, Order] = {}
@@ -361,10 +361,10 @@ class Tenants:
         between micro-batches, so that other models are computed in between. Skip requests that only read the state, and
         failed requests, which left the state unchanged. Repeat a failed optimizer step, however, because it discarded
         the gradient."""
-        changes = entry.kind in ("create_model", "optim_step") or (  # load_weights is not repeated: its state is copied to the disk at once
+        changes = entry.kind in ("create_model", "optim_step") or (  # the state after load_weights is copied at once
             entry.kind == "forward_backward" and not _reads_only(entry)
         )
-        failed_step = entry.kind == "optim_step" and entry.status == FAILED  # it discarded a gradient that was not finite
+        failed_step = entry.kind == "optim_step" and entry.status == FAILED  # it discarded a non-finite gradient
         if not changes or (entry.status == FAILED and not failed_step):
             return
         try:

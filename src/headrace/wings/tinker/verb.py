@@ -65,7 +65,7 @@ def tinker(
 
 
 def _say_serving(config: TinkerConfig, url: str, key: str) -> None:
-    """Print the bases and the state directory, and the two environment variables to set in the shell of the client: the
+    """Print the bases, the state directory, and the two environment variables that the client's shell must set: the
     server's ``url`` and its ``key``."""
     lines = [
         *(f"serving    {base.path} as {', '.join(base.names)}{_HOW[base.whole]}" for base in config.bases),
