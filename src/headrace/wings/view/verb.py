@@ -1,4 +1,4 @@
-"""The command ``headrace view``."""
+"""The command ``headrace view``: read its options, and serve or export the dashboard."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def view(
 
 def _runs(asked: list[Path], config: ViewConfig, clock: Clock, *, live: bool, export: bool, browser: bool) -> None:
     """Serve the dashboard of the runs in the directories ``asked``; with ``export``, write it into files instead. With
-    ``live``, only the run that wrote last is shown; with ``browser``, a browser is opened."""
+    ``live``, show only the run that wrote a file last; with ``browser``, open a browser."""
     from headrace.wings.view.app import make_app
     from headrace.wings.view.run import OpenRun, changed_s, find_runs
 
