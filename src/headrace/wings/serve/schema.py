@@ -74,8 +74,8 @@ def _are_ids(values: list[Any]) -> bool:
 
 
 def _read_format(value: object) -> str:
-    """Return the structure that ``response_format`` asks for, as the engine takes it; an empty string for plain text.
-    Raises pydantic's error for another value."""
+    """Return the structure in ``response_format``, in the engine's format; an empty string for plain text. Raises
+    pydantic's error for another value."""
     match value:
         case {"type": "text", **rest} if not rest:
             return ""
@@ -90,8 +90,8 @@ def _read_format(value: object) -> str:
 
 
 def _read_schema(value: object) -> str:
-    """Return the structure that a JSON schema asks for, as the engine takes it; the schema is an object or its text.
-    Raises pydantic's error for another value."""
+    """Return the structure of a JSON schema, in the engine's format; the schema is an object or JSON text. Raises
+    pydantic's error for another value."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -111,16 +111,16 @@ def _read_regex(value: object) -> str:
 
 
 def _read_choice(value: object) -> str:
-    """Return the structure of text that is one of the texts in a list, as the engine takes it. Raises pydantic's error
-    for another value."""
+    """Return the structure, in the engine's format, of an answer that must be one of the texts in a list. Raises
+    pydantic's error for another value."""
     if not isinstance(value, list) or not value or not all(isinstance(text, str) and text for text in value):
         raise PydanticCustomError("choice", "expected a list of texts, none empty")
     return choice(value)
 
 
 def _read_structured(value: object) -> str:
-    """Return the structure that ``structured_outputs``, the option of vLLM, asks for, as the engine takes it. Raises
-    pydantic's error for another value."""
+    """Return the structure in ``structured_outputs``, an option of vLLM, in the engine's format. Raises pydantic's
+    error for another value."""
     if isinstance(value, dict):
         given = {name: part for name, part in value.items() if part is not None}
         match given:

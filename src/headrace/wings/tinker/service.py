@@ -279,12 +279,12 @@ class TinkerService:
             )
         if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
             raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
-        self._take_base(base, model, status=429)  # last: what is refused must not hold it
+        self._take_base(base, model, status=429)  # last, since a refused request must not reserve it
         self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
     def _end_in_thread(self, entry: JournalEntry) -> None:
-        """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and tell the
+        """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and notify the
         event loop."""
         if entry.kind == "save_weights_for_sampler":
             self._publish(entry.model)

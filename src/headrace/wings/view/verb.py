@@ -93,7 +93,7 @@ def _tenants(state: Path, config: ViewConfig, clock: Clock, *, browser: bool) ->
 
 def _refuse_others(asked: list[Path], *, alone: bool) -> None:
     """Raise :class:`~headrace.base.errors.ConfigError` unless the state directory of a server was named ``alone``,
-    without other directories and without options that are about runs."""
+    without other directories and without options for runs."""
     if len(asked) > 1 or not alone:
         raise ConfigError(
             "the state of a headrace tinker has a page of its own", remedy="name it alone, without --live or --export"
@@ -109,7 +109,7 @@ def _serve(app_of: AppOf, config: ViewConfig, *, browser: bool) -> None:
     with tempfile.TemporaryDirectory(prefix="headrace-view-") as private:
 
         def report(url: str) -> None:
-            """Print the address of the page, and open it in a browser if that is wanted."""
+            """Print the address of the page, and open it in a browser with ``browser``."""
             out.print(f"open     {url}", style="bold", soft_wrap=True)
             out.print("end it   Ctrl-C")
             if browser:
