@@ -137,7 +137,7 @@ class _ResponseWriter:
         """Create a writer for the request with these ASGI arguments."""
         self._asgi = scope, receive, send
         self._send = send
-        self._streams = False
+        self._is_streaming = False
 
     async def body(self, body: Json) -> None:
         """Send the JSON ``body`` as the whole response."""
@@ -153,8 +153,8 @@ class _ResponseWriter:
 
     async def data(self, data: bytes) -> None:
         """Send ``data`` as the next bytes of the stream; send the headers before the first bytes."""
-        if not self._streams:
-            self._streams = True
+        if not self._is_streaming:
+            self._is_streaming = True
             await self._send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
@@ -165,7 +165,7 @@ class _ResponseWriter:
     async def refuse(self, refusal: Refusal, protocol: ChatProtocol) -> None:
         """Send ``refusal`` in the format of ``protocol``: as an error response or, if a stream has begun, as its last
         event."""
-        if self._streams:
+        if self._is_streaming:
             await self.event(protocol.broken(refusal))
             await self.end()
         else:
@@ -184,7 +184,7 @@ class _EndpointHandler:
     ) -> None:
         """Create the handler of one path. ``work`` receives the session, the JSON of the body and the writer of the
         response, and ``protocol`` translates errors."""
-        self._dispatcher, self._dialect, self._work = dispatcher, protocol, work
+        self._dispatcher, self._protocol, self._work = dispatcher, protocol, work
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request: find its session by the key, read the body, and do the work while the client is
@@ -202,7 +202,7 @@ class _EndpointHandler:
         except Refusal as refusal:
             if session is None or session.count_refusal(refusal.problem) > self._dispatcher.limits.patience:
                 await asyncio.sleep(self._dispatcher.limits.delay_s)
-            await writer.refuse(refusal, self._dialect)
+            await writer.refuse(refusal, self._protocol)
 
     async def _guarded(self, session: EpisodeSession, tree: Json, writer: _ResponseWriter) -> None:
         """Do the work for one request. An unexpected error is stored in the session, which raises it where the episode

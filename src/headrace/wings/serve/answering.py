@@ -220,7 +220,7 @@ class AnswerEventStream:
     def __init__(self, parsed: ParsedRequest, meter: Meter, send: Send) -> None:
         """Create the stream of the answer to ``parsed``. ``meter`` measures its pieces, and ``send`` is ASGI's function
         for sending to the client."""
-        self._job, self._meter, self._send = parsed, meter, send
+        self._parsed, self._meter, self._send = parsed, meter, send
         self._seen: set[int] = set()
         self._usage: Json = {"usage": None} if parsed.body.stream_options.include_usage else {}
         self.begun = False
@@ -243,14 +243,14 @@ class AnswerEventStream:
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
         """Send a piece as an event in the format of completions or chats; ``first`` is true for the first piece of a
         choice."""
-        choice = self._job.head.event_choice(piece, first=first)
-        await self.event({**self._job.head.frame([choice], streaming=True), **self._usage})
+        choice = self._parsed.head.event_choice(piece, first=first)
+        await self.event({**self._parsed.head.frame([choice], streaming=True), **self._usage})
 
     async def finish(self) -> None:
         """Send the event with the usage, if the request asks for it, and end the stream."""
         if self._usage:
-            numbers = usage(self._job.num_prompt_tokens, self._meter.num_sampled)
-            await self.event({**self._job.head.frame([], streaming=True), "usage": numbers})
+            numbers = usage(self._parsed.num_prompt_tokens, self._meter.num_sampled)
+            await self.event({**self._parsed.head.frame([], streaming=True), "usage": numbers})
         await self._data(b"data: [DONE]\n\n", more=False)
 
     async def fail(self, refusal: Refusal) -> None:
@@ -290,7 +290,7 @@ class _ResponseEventStream(AnswerEventStream):
     async def _write(self, piece: ChoicePiece, *, first: bool) -> None:
         """Send the events that a piece adds to the response."""
         self._pieces.append(piece)
-        text = AnswerPiece(num_prompt_tokens=self._job.num_prompt_tokens, content=piece.text)
+        text = AnswerPiece(num_prompt_tokens=self._parsed.num_prompt_tokens, content=piece.text)
         await self._send_all(self._events.add(piece.index, text))
 
     async def finish(self) -> None:

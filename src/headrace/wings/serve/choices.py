@@ -161,26 +161,26 @@ class _Text:
     def __init__(self, stops: Sequence[str], text_options: TextOptions, length: int = 0) -> None:
         """Create the text of one choice. ``stops`` are the stop strings; ``length`` is the number of characters of the
         echoed prompt before this text."""
-        self._manner = text_options
+        self._text_options = text_options
         self._detokenizer = Detokenizer(text_options.decode)
         self._finder = StopFinder(stops)
         self._calls = None if text_options.finder is None else text_options.finder()
         self._length = length
-        self._held_back: list[int] = []
+        self._held_back_ids: list[int] = []
 
     def piece(self, index: int, chunk: TokenChunk) -> ChoicePiece:
         """Return the piece that a chunk of tokens adds to the choice number ``index``. Text that may belong to a stop
         string or to a call of a tool is held back until later tokens decide."""
         ids, reason = chunk.tokens.ids_T.tolist(), chunk.stop_reason
         text, offsets = "", list[int]()
-        if self._manner.offsets:
+        if self._text_options.offsets:
             for token in ids:
                 offsets.append(self._length)
                 text += self._push([token])
-        elif self._manner.streaming or reason is not None:
-            text = self._push([*self._held_back, *ids])
+        elif self._text_options.streaming or reason is not None:
+            text = self._push([*self._held_back_ids, *ids])
         else:
-            self._held_back += ids
+            self._held_back_ids += ids
         if reason is not None:
             text += self._detokenizer.end()
         cut = self._finder.push(text)
@@ -204,7 +204,7 @@ class _Text:
 
     def rest(self) -> str:
         """Return the remaining text after the last token of a prompt."""
-        return self._push(self._held_back) + self._detokenizer.end()
+        return self._push(self._held_back_ids) + self._detokenizer.end()
 
     def _push(self, ids: list[int]) -> str:
         """Append tokens; return the text that later tokens cannot change, and add its length to the length of the

@@ -126,18 +126,18 @@ class BaseCompute:
                 yield None
             with self.kind.on(weights):  # the backward pass computes chunks of the head again
                 with torch.set_grad_enabled(backward):
-                    total = self._micro(weights, part, loss, result)
+                    total = self._compute_microbatch(weights, part, loss, result)
                 if backward and total.requires_grad:
                     total.backward()
             result.loss += float(total.detach())
 
-    def _micro(
+    def _compute_microbatch(
         self, weights: Weights, part: Sequence[Datum], loss: tuple[TokenLossFn, Options], result: TrainResult
     ) -> Tensor:
         """Compute the micro-batch ``part``: append the log-probabilities of its targets to ``result``, and return the
         sum of its losses as a differentiable scalar."""
         fn, options = loss
-        found = self._of_targets(weights, [datum.ids_N for datum in part], [datum.targets for datum in part])
+        found = self._target_logprobs(weights, [datum.ids_N for datum in part], [datum.targets for datum in part])
         total = torch.zeros((), device=self._device)
         for datum, log_pi in zip(part, found, strict=True):
             inputs = {name: self._tensor(values) for name, values in datum.inputs.items() if name != TARGETS}
@@ -145,7 +145,7 @@ class BaseCompute:
             result.logprobs.append(log_pi.detach().cpu().numpy())
         return total
 
-    def _of_targets(self, weights: Weights | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
+    def _target_logprobs(self, weights: Weights | None, ids: Sequence[Array], targets: Sequence[Array]) -> list[Tensor]:
         """Return log π of the targets at each position of each sequence, in the shape of its targets, ``[N]`` or ``[N,
         K]``. The sequences ``ids`` are packed into one forward pass with ``weights`` (``None``: the base's own
         weights)."""
@@ -181,7 +181,7 @@ class BaseCompute:
         top_ids, top_logs = np.zeros((count, top), np.int32), np.full((count, top), -99999.0, np.float32)
         found_targets = None if targets_NK is None else np.zeros(targets_NK.shape, np.float32)
         if count > 1:
-            (log_pi_N,) = self._of_targets(weights, [ids_N[:-1]], [ids_N[1:]])
+            (log_pi_N,) = self._target_logprobs(weights, [ids_N[:-1]], [ids_N[1:]])
             logprobs_N[1:] = log_pi_N.cpu().numpy()
         if count > 1 and top:
             rows = torch.arange(count - 1, device=self._device)
@@ -191,7 +191,7 @@ class BaseCompute:
                 )
             top_ids[1:], top_logs[1:] = ids_NK.cpu().numpy(), logs_NK.cpu().numpy()
         if count > 1 and targets_NK is not None and found_targets is not None:
-            (log_pi_NK,) = self._of_targets(weights, [ids_N[:-1]], [np.maximum(targets_NK, 0)])
+            (log_pi_NK,) = self._target_logprobs(weights, [ids_N[:-1]], [np.maximum(targets_NK, 0)])
             found_targets[:] = np.where(targets_NK < 0, 0.0, log_pi_NK.cpu().numpy())
         return PromptScores(
             logprobs_N=logprobs_N, top_ids_NK=top_ids, top_logprobs_NK=top_logs, targets_NK=found_targets

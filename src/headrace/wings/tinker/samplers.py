@@ -117,7 +117,7 @@ class SamplerWeights:
         self._slots: OrderedDict[str, SamplerSlot] = OrderedDict()
         self._by_adapter: dict[int, SamplerSlot] = {}
         self._lock = threading.Lock()
-        self._count = 0
+        self._last_adapter = 0
 
     def put(self, name: str, weights: Weights | None, version: int) -> None:
         """Set the weights of the session ``name`` and their version; they are used from the next pass on. ``None``
@@ -171,7 +171,7 @@ class SamplerWeights:
 
     def on(self, rows: PassRows) -> AbstractContextManager[None]:
         """Return a context in which the engine's model computes a pass with the weights of each row's session."""
-        return self._passes.on(rows, self._of)
+        return self._passes.on(rows, self._weights_of_adapter)
 
     def versions(self, adapter_D: Index, version: int) -> int | Index:
         """Return the version of the weights that sampled the token of each row, ``[D]``, from the adapter numbers of
@@ -179,7 +179,7 @@ class SamplerWeights:
         known = {number: self._by_adapter[number].version for number in np.unique(adapter_D).tolist() if number}
         return np.array([known.get(number, version) for number in adapter_D.tolist()], np.int64)
 
-    def _of(self, adapter: int) -> Weights | None:
+    def _weights_of_adapter(self, adapter: int) -> Weights | None:
         """Return the weights with the adapter number ``adapter``; ``None`` for number 0, the base model."""
         return self._by_adapter[adapter].weights if adapter else None
 
@@ -191,8 +191,8 @@ class SamplerWeights:
             slot = self._slots[name] = SamplerSlot(adapter=0, weights=weights, version=version)
         else:
             slot.weights, slot.version, slot.loaded = weights, version, True
-        self._count += 1
-        slot.adapter = self._count
+        self._last_adapter += 1
+        slot.adapter = self._last_adapter
         self._by_adapter[slot.adapter] = slot
 
     def _count_use(self, name: str) -> bool:

@@ -64,11 +64,11 @@ class TinkerService:
         self._config, self._journal, self._bases = parts.config, parts.journal, parts.bases
         self.catalog = Catalog(parts.journal, clock)
         self._loop = asyncio.get_running_loop()
-        self._arrivals: dict[tuple[str, int], asyncio.Event] = {}
+        self._result_events: dict[tuple[str, int], asyncio.Event] = {}
         self._ending = self._loop.create_future()
         self._samples = SampleJobs()
-        self._beats: dict[str, float] = {}
-        self._trains_alone: dict[str, str] = {}  # base directory -> the model that reserved it
+        self._heartbeats_s: dict[str, float] = {}
+        self._reserved_bases: dict[str, str] = {}  # base directory -> the model that reserved it
         parts.tenants.ended = self._end_in_thread
 
     # -- sessions ---------------------------------------------------------------------------------------------------
@@ -87,14 +87,14 @@ class TinkerService:
             "INSERT INTO sessions (id, created_s, facts) VALUES (?, ?, ?)",
             session, self._clock.wall(), json.dumps(facts),
         )  # fmt: skip
-        self._beats[session] = self._clock.now()
+        self._heartbeats_s[session] = self._clock.now()
         return {"type": "create_session", "session_id": session}
 
     def heartbeat(self, body: bytes) -> dict[str, Any]:
         """Record the time of a session's heartbeat. Raises :class:`Refusal` with status 410 for a session that has
         ended."""
         session = schema.parse(body, schema.SessionBody).session_id
-        self._session(session, ended=410)
+        self._touch_session(session, ended=410)
         return {"type": "session_heartbeat"}
 
     def finish(self, session: str) -> dict[str, Any]:
@@ -114,14 +114,14 @@ class TinkerService:
         """Move the models of sessions without a recent heartbeat to the disk, retry held and fail missing requests, and
         delete expired checkpoints and old samples. The server calls this every few seconds."""
         now = self._clock.now()
-        for session, beat in list(self._beats.items()):
+        for session, beat in list(self._heartbeats_s.items()):
             if now - beat > self._config.session_s:
                 self._park(session)
         self._parts.tenants.retry_held()
         self._parts.tenants.give_up_missing()
         self._samples.forget_old(now)
         wall = self._clock.wall()
-        self._journal.keep_used(self._beats, wall, self._config.ephemeral_s)
+        self._journal.keep_used(self._heartbeats_s, wall, self._config.ephemeral_s)
         for row in self._journal.all("SELECT path FROM checkpoints WHERE expires_s < ?", wall):
             self.catalog.remove_checkpoint(row["path"])
         self._journal.forget_samples()
@@ -129,24 +129,24 @@ class TinkerService:
     def _park(self, session: str) -> None:
         """Cancel the sampling requests of a session, and move its models from memory to the disk. A later request of a
         model loads it again."""
-        self._beats.pop(session, None)
+        self._heartbeats_s.pop(session, None)
         for name, job in self._samples.items():
             if name.startswith(f"{session}:"):
                 job.task.cancel()
         for row in self._journal.all("SELECT id FROM models WHERE session = ?", session):
             self._parts.tenants.park(row["id"])
-            self._free_base(row["id"])
+            self._release_base(row["id"])
 
-    def _session(self, session: str, ended: int = 404) -> None:
+    def _touch_session(self, session: str, ended: int = 404) -> None:
         """Record that ``session`` is alive now. Raises :class:`Refusal` with status 404 for an unknown session, and
         with the status ``ended`` for a session that has ended."""
-        if session not in self._beats:
+        if session not in self._heartbeats_s:
             row = self._journal.one("SELECT finished FROM sessions WHERE id = ?", session)
             if row is None:
                 raise Refusal(f"there is no session {shown(session)}", remedy="create a ServiceClient", status=404)
             if row["finished"]:
                 raise Refusal(f"session {session} has ended", remedy="create a ServiceClient", status=ended)
-        self._beats[session] = self._clock.now()
+        self._heartbeats_s[session] = self._clock.now()
 
     # -- models -----------------------------------------------------------------------------------------------------
 
@@ -154,7 +154,7 @@ class TinkerService:
         """Accept a request to create a model. The answer contains the model's id and the request id under which the
         client polls for the result."""
         given = schema.parse(body, schema.CreateModelBody)
-        self._session(given.session_id)
+        self._touch_session(given.session_id)
         spec = spec_of(given, self._base(given.base_model).training)
         return self._new_model(given.session_id, given.model_seq_id, "create_model", body, spec)
 
@@ -171,7 +171,7 @@ class TinkerService:
                 f"base_model={shown(given.base_model or '')}: {shown(given.path, 200)} is of {spec['base']}",
                 remedy="leave base_model out",
             )
-        self._session(new.session_id)
+        self._touch_session(new.session_id)
         return self._new_model(new.session_id, new.model_seq_id, "load_weights", body, spec)
 
     def _new_model(self, session: str, number: int, kind: str, body: bytes, spec: dict[str, Any]) -> dict[str, Any]:
@@ -180,14 +180,14 @@ class TinkerService:
         model and of the request. Raises :class:`Refusal` if the server already has ``max_models`` models."""
         model = f"{session}:train:{number}"
         per_session = self._journal.all("SELECT session, count(*) AS n FROM models GROUP BY session")
-        held = sum(row["n"] for row in per_session if row["session"] in self._beats)
+        held = sum(row["n"] for row in per_session if row["session"] in self._heartbeats_s)
         known = self._journal.one("SELECT id FROM models WHERE id = ?", model)
         if known is None and held >= self._config.max_models:
             raise Refusal(
                 f"there are {held} models, as many as this server holds",
                 remedy="close a ServiceClient, or raise --max-models",
             )
-        self._take_base(self._base(spec["base"]), model, status=400)
+        self._reserve_base(self._base(spec["base"]), model, status=400)
         now = self._clock.wall()
         with self._journal.transaction():
             self._journal.run(
@@ -198,13 +198,13 @@ class TinkerService:
         self._parts.tenants.accept(entry)
         return {"request_id": f"{model}:0", "model_id": model}
 
-    def _take_base(self, base: ServedBase, model: str, *, status: int) -> None:
+    def _reserve_base(self, base: ServedBase, model: str, *, status: int) -> None:
         """Reserve ``base`` for ``model`` if all its weights are trained, which only one model at a time may do; bases
         for adapters need no reservation. Raises :class:`Refusal` with ``status`` if another model has reserved the
         base."""
-        if not base.training.compute.kind.alone or self._was_never_made(model):
+        if not base.training.compute.kind.alone or self._creation_failed(model):
             return
-        holder = self._trains_alone.setdefault(str(base.training.path), model)
+        holder = self._reserved_bases.setdefault(str(base.training.path), model)
         if holder != model:
             raise Refusal(
                 f"{base.names[0]} trains all its weights for one model at a time, and now for {holder}",
@@ -212,13 +212,13 @@ class TinkerService:
                 status=status,
             )
 
-    def _free_base(self, model: str) -> None:
+    def _release_base(self, model: str) -> None:
         """End the reservation of a base for ``model``, if there is such a reservation."""
-        for base, holder in list(self._trains_alone.items()):
+        for base, holder in list(self._reserved_bases.items()):
             if holder == model:
-                del self._trains_alone[base]
+                del self._reserved_bases[base]
 
-    def _was_never_made(self, model: str) -> bool:
+    def _creation_failed(self, model: str) -> bool:
         """Return whether the creation of ``model`` failed."""
         made = self._journal.outcome(model, 0)
         return made is not None and made.status == FAILED
@@ -271,7 +271,7 @@ class TinkerService:
         or another model has reserved the base."""
         row = self.catalog.model(model)
         base = self._base_of(row)
-        self._session(row["session"])
+        self._touch_session(row["session"])
         due = self._parts.tenants.next_seq(model)
         if not 1 <= seq <= due + self._config.max_waiting:
             raise Refusal(
@@ -279,7 +279,7 @@ class TinkerService:
             )
         if self._journal.outcome(model, seq) is None and self._parts.tenants.waiting(model) >= self._config.max_waiting:
             raise Refusal(f"{self._config.max_waiting} requests of {model} wait", remedy="ask again later", status=429)
-        self._take_base(base, model, status=429)  # last, since a refused request must not reserve it
+        self._reserve_base(base, model, status=429)  # last, since a refused request must not reserve it
         self._parts.tenants.accept(JournalEntry(model=model, seq=seq, kind=kind, body=body, status=WAITING))
         return {"request_id": f"{model}:{seq}", "model_id": model}
 
@@ -287,19 +287,19 @@ class TinkerService:
         """Handle the end of a request in the thread that computed it: pass saved weights to samplers, and notify the
         event loop."""
         if entry.kind == "save_weights_for_sampler":
-            self._publish(entry.model)
-        self._loop.call_soon_threadsafe(self._ended, entry)
+            self._update_samplers(entry.model)
+        self._loop.call_soon_threadsafe(self._notify_waiters, entry)
 
-    def _ended(self, entry: JournalEntry) -> None:
+    def _notify_waiters(self, entry: JournalEntry) -> None:
         """Wake the calls that wait for the result of this request. If the request was a creation that failed, free the
         base that was reserved for the model."""
-        event = self._arrivals.pop((entry.model, entry.seq), None)
+        event = self._result_events.pop((entry.model, entry.seq), None)
         if event is not None:
             event.set()
-        if entry.seq == 0 and self._was_never_made(entry.model):
-            self._free_base(entry.model)
+        if entry.seq == 0 and self._creation_failed(entry.model):
+            self._release_base(entry.model)
 
-    def _publish(self, model: str) -> None:
+    def _update_samplers(self, model: str) -> None:
         """Load the weights that a model saved last into its in-flight samplers."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
         # a client that samples under a name that is no longer served gets an error that says so
@@ -308,7 +308,7 @@ class TinkerService:
             return
         base = self._bases[records[0].base]
         loaded = set(base.weights.names())  # also samplers of a session without a recent heartbeat
-        used = [record for record in records if record.session in self._beats or record.id in loaded]
+        used = [record for record in records if record.session in self._heartbeats_s or record.id in loaded]
         if used:
             try:
                 state = base.read_weights(Path(records[0].directory))
@@ -323,7 +323,7 @@ class TinkerService:
         """Create a sampler of a base model or of a checkpoint's weights, and return its id. If the session already has
         a sampler with this number, return the id of that sampler."""
         given = schema.parse(body, schema.CreateSamplingSessionBody)
-        self._session(given.session_id)
+        self._touch_session(given.session_id)
         sampler = f"{given.session_id}:sample:{given.sampling_session_seq_id}"
         base, directory, version, kind = given.base_model, None, 0, "base"
         with self._journal.transaction():  # so that no save replaces the checkpoint meanwhile
@@ -354,17 +354,17 @@ class TinkerService:
         if given.sampling_session_id is None or given.seq_id is None:
             raise Refusal("asample names no sampling session", remedy="give sampling_session_id and seq_id")
         record = self._sampler(given.sampling_session_id)
-        self._session(record.session)
+        self._touch_session(record.session)
         name = f"{record.id}:{given.seq_id}"
         job = self._samples.get(name)
         if job is None or job.task.cancelled():
-            self._refuse_more(record, given.num_samples)
+            self._refuse_excess(record, given.num_samples)
             ids = [f"{name}:{place}" for place in range(max(0, min(given.num_samples, 4096)))]
-            task = self._group.create_task(self._sampled(given, record, name))
+            task = self._group.create_task(self._sample_response(given, record, name))
             job = self._samples[name] = SampleJob(task=task, ids=ids, num_samples=given.num_samples, record=record)
         return {"request_id": name, "sample_sequence_ids": job.ids}
 
-    def _refuse_more(self, record: SamplerRecord, num_samples: int) -> None:
+    def _refuse_excess(self, record: SamplerRecord, num_samples: int) -> None:
         """Raise :class:`Refusal` with status 429 if ``num_samples`` more samples would exceed ``max_samples``, or if
         too many samplers with whole weights of this base already sample."""
         jobs = [job for job in self._samples.values() if not job.task.done()]
@@ -379,7 +379,7 @@ class TinkerService:
         if len(others) >= MOST_WHOLE_SAMPLERS:
             raise Refusal(f"{len(others)} other samplers of {record.base} sample", remedy="ask again later", status=429)
 
-    async def _sampled(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
+    async def _sample_response(self, given: schema.SampleBody, record: SamplerRecord, name: str) -> ResultResponse:
         """Run a sampling request, whose job is recorded under ``name``, and return its response: the answer, or the
         error in the client's format. Errors are not raised, because an error in one task of the group would cancel the
         tasks of all other requests."""
@@ -402,7 +402,7 @@ class TinkerService:
         if adapter:
             await self._use(record)
         try:
-            score, keep = partial(self._score, record), partial(self._keep, record, name, plan.prompt_N)
+            score, keep = partial(self._score, record), partial(self._store_samples, record, name, plan.prompt_N)
             return ResultResponse(body=await answer(plan, base.engine, adapter, score, keep), media=PROTOBUF)
         finally:
             if adapter:
@@ -425,7 +425,7 @@ class TinkerService:
             using.add_done_callback(release)  # the thread cannot be cancelled
             raise
 
-    def _keep(
+    def _store_samples(
         self, record: SamplerRecord, name: str, prompt_N: Array, sampled: Sequence[tuple[Tokens, StopReason]]
     ) -> None:
         """Write the sampled sequences and the version of each token to the journal, which ``headrace view`` shows."""
@@ -498,7 +498,7 @@ class TinkerService:
         if not is_number(number) or self._journal.outcome(model, int(number)) is None:
             raise Refusal(f"there is no request {shown(name)}", remedy="send it first", status=404)
         seq = int(number)
-        event = self._arrivals.setdefault((model, seq), asyncio.Event())
+        event = self._result_events.setdefault((model, seq), asyncio.Event())
         found = self._journal.outcome(model, seq)  # read after the event was created, so that no result is missed
         if found is not None and found.status == WAITING:
             self._base_of(self.catalog.model(model))
@@ -506,10 +506,10 @@ class TinkerService:
                 await asyncio.wait_for(event.wait(), self._config.poll_s)
             found = self._journal.outcome(model, seq)
         else:
-            self._arrivals.pop((model, seq), None)
+            self._result_events.pop((model, seq), None)
         assert found is not None
         if found.status == WAITING:
-            return _again()
+            return _try_again()
         if found.result is None:
             raise Refusal(f"the result of {name} was fetched long ago", remedy="send a new request", status=410)
         now = self._clock.wall()
@@ -533,7 +533,7 @@ class TinkerService:
         waited = [job.task, self._ending]
         await asyncio.wait(waited, timeout=self._config.poll_s, return_when=asyncio.FIRST_COMPLETED)
         if not job.task.done():
-            return _again()
+            return _try_again()
         if job.task.cancelled():
             raise gone
         found, job.fetched = job.task.result(), True
@@ -545,7 +545,7 @@ class TinkerService:
     def end_waits(self) -> None:
         """Wake all requests that wait for a result, because the server ends. Their clients receive status 408 and poll
         again."""
-        for event in self._arrivals.values():
+        for event in self._result_events.values():
             event.set()
         self._ending.cancel()
 
@@ -595,6 +595,6 @@ def is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) < 19
 
 
-def _again() -> ResultResponse:
+def _try_again() -> ResultResponse:
     """Return the response (status 408) after which the client polls again, because there is no result yet."""
     return ResultResponse(body=b'{"type": "try_again", "queue_state": "active"}', status=408)

@@ -104,9 +104,9 @@ class Tenants:
         ``bases`` are the base models by name."""
         self._journal, self._directory, self._bases, self._turns = journal, directory, bases, turns
         self._clock, self._max_resident = clock, max_resident
-        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses it and _busy
-        self._busy: set[str] = set()
-        self._held: dict[str, list[int]] = {}  # the requests of each model that wait until the disk can be written
+        self._live: OrderedDict[str, Tenant] = OrderedDict()  # only the computing thread uses it and _computing
+        self._computing: set[str] = set()
+        self._held_requests: dict[str, list[int]] = {}  # requests that wait until the disk can be written, by model
         self._orders: dict[str, Order] = {}
         self._lock = threading.Lock()
         self.perform: Perform
@@ -161,11 +161,11 @@ class Tenants:
 
         def job(model: str) -> Iterator[object]:
             """Compute the waiting requests of ``model`` in order."""
-            for seq in self._held.pop(model, []):
-                yield from self._job(model, seq)
+            for seq in self._held_requests.pop(model, []):
+                yield from self._run_request(model, seq)
 
-        for model in list(self._held):
-            self._turns.submit(self._key(model), partial(job, model))
+        for model in list(self._held_requests):
+            self._turns.submit(self._turn_key(model), partial(job, model))
 
     def next_seq(self, model: str) -> int:
         """Return the number of the next request of ``model`` that will be submitted for computing; 0 for a model
@@ -185,7 +185,7 @@ class Tenants:
             yield None
 
         if model in self._orders:
-            self._turns.submit(self._key(model), job)
+            self._turns.submit(self._turn_key(model), job)
 
     def waiting(self, model: str) -> int:
         """Return the number of a model's requests that have been acknowledged but not computed."""
@@ -196,7 +196,7 @@ class Tenants:
         """Write every model in memory to the disk when the server ends; the computing thread must have ended before. A
         model in the middle of a request is not written, because the next start restores it from the journal."""
         for model in list(self._live):
-            if model not in self._busy:
+            if model not in self._computing:
                 try:
                     self._evict(model)
                 except NOT_WRITTEN as error:
@@ -219,29 +219,29 @@ class Tenants:
             order.waiting.discard(order.next_seq)
             seq = order.next_seq
             order.next_seq += 1
-            self._turns.submit(self._key(model), partial(self._job, model, seq))
+            self._turns.submit(self._turn_key(model), partial(self._run_request, model, seq))
         if not order.waiting:
             order.missing_since_s = None
         elif order.missing_since_s is None or order.next_seq > first:
             order.missing_since_s = self._clock.now()
 
-    def _key(self, model: str) -> str:
+    def _turn_key(self, model: str) -> str:
         """Return the key of a model in the computing thread, which alternates between keys. Models of a base whose
         weights are trained as a whole share one key, so that no request of one model begins in the middle of a request
         of another model."""
         base = self._orders[model].base
         return f"{base.path}" if base.compute.kind.alone else model
 
-    def _job(self, model: str, seq: int) -> Iterator[object]:
+    def _run_request(self, model: str, seq: int) -> Iterator[object]:
         """Compute one request of ``model``, as an iterator that yields between its pieces. On a base whose weights are
         trained as a whole, the other models of the base are moved to the disk before. Afterwards the least recently
         used models are moved to the disk if too many are in memory. If the disk cannot be written, this request and the
         following ones wait for :meth:`retry_held`."""
-        if model in self._held:
-            self._held[model].append(seq)
+        if model in self._held_requests:
+            self._held_requests[model].append(seq)
             return
         base = self._orders[model].base
-        self._busy.add(model)
+        self._computing.add(model)
         try:
             if base.compute.kind.alone:
                 for each in [one for one in self._live if one != model and self._orders[one].base is base]:
@@ -249,12 +249,12 @@ class Tenants:
             yield from self._compute_entry(model, seq)
         except NOT_WRITTEN as error:
             self._live.pop(model, None)  # the state is one request ahead of the journal, which restores it
-            self._held[model] = [seq]
+            self._held_requests[model] = [seq]
             log.warning("request %d of %s waits until the disk can be written: %s", seq, model, error)
             return
         finally:
-            self._busy.discard(model)
-        idle = [each for each in self._live if each not in self._busy]
+            self._computing.discard(model)
+        idle = [each for each in self._live if each not in self._computing]
         for each in idle[: max(0, len(self._live) - self._max_resident)]:
             try:
                 self._evict(each)
@@ -295,9 +295,11 @@ class Tenants:
                 self._live.pop(model, None)  # the half-changed state is discarded; the journal restores it
                 answer = replace(answer, write=partial(self._journal.set_kind, model, seq, MISSING))
         assert answer is not None, "a request ends with an answer"
-        self._end(tenant, entry, status, answer, self._clock.now() - started_s)
+        self._record_result(tenant, entry, status, answer, self._clock.now() - started_s)
 
-    def _end(self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float) -> None:
+    def _record_result(
+        self, tenant: Tenant | None, entry: JournalEntry, status: str, answer: Answer, took_s: float
+    ) -> None:
         """Record the result of a request, and the journal changes that belong to it, in one transaction. Before that,
         copy the state to the disk if the answer requires it, or if computing the state again would take longer than
         :data:`COPY_S`. ``took_s`` is the computing time of this request in seconds."""
@@ -305,12 +307,12 @@ class Tenants:
         if tenant is not None:
             tenant.seq, tenant.cost_s = entry.seq, tenant.cost_s + took_s
             due = entry.kind == "optim_step" and tenant.cost_s > COPY_S
-            copied = self._copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
+            copied = self._write_copy(entry.model, tenant) if due or (answer.copy and status == DONE) else None
         with self._journal.transaction():
             if answer.write is not None:
                 answer.write()
             if copied is not None:
-                self._point(entry.model, copied, entry.seq)
+                self._record_copy(entry.model, copied, entry.seq)
             self._journal.end(entry.model, entry.seq, status, answer.result)
             if status == DONE and entry.kind == "forward_backward" and _reads_only(entry):
                 self._journal.drop_body(entry.model, entry.seq)
@@ -319,7 +321,7 @@ class Tenants:
             self._live.move_to_end(entry.model)
         self.ended(entry)
         if copied is not None:
-            self._clean(entry.model, copied, entry.seq)
+            self._delete_replaced(entry.model, copied, entry.seq)
 
     def _restore_for(self, entry: JournalEntry) -> Iterator[object]:
         """Load the state on which ``entry`` will be computed into memory. A ``load_weights`` request replaces the
@@ -340,7 +342,7 @@ class Tenants:
         if row["copy"] is not None:
             compute = self._orders[model].base.compute
             try:
-                directory = self._place(model) / row["copy"]
+                directory = self._model_directory(model) / row["copy"]
                 found = read_state(directory, compute.kind, compute.model.device, trained=True, moments=True)
                 wanted = json.loads(row["spec"])
                 if any(found.spec[key] != wanted[key] for key in ("rank", "parts")):
@@ -387,34 +389,34 @@ class Tenants:
             return
         row = self._journal.one("SELECT copied_seq FROM models WHERE id = ?", model)
         if row is None or row["copied_seq"] != tenant.seq:  # never overwrite the copy in use: a kill would lose it
-            copied = self._copy(model, tenant)
+            copied = self._write_copy(model, tenant)
             with self._journal.transaction():
-                self._point(model, copied, tenant.seq)
-            self._clean(model, copied, tenant.seq)
+                self._record_copy(model, copied, tenant.seq)
+            self._delete_replaced(model, copied, tenant.seq)
         del self._live[model]
 
-    def _copy(self, model: str, tenant: Tenant) -> str:
+    def _write_copy(self, model: str, tenant: Tenant) -> str:
         """Write the state of a model to the disk, and return the name of the copy. The caller must then record the copy
-        in the journal (:meth:`_point`)."""
+        in the journal (:meth:`_record_copy`)."""
         name = f"copy-{tenant.seq}"
-        write_state(self._place(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
+        write_state(self._model_directory(model) / name, tenant.state(gradients=True), base=str(tenant.spec["base"]))
         tenant.cost_s = 0.0
         return name
 
-    def _point(self, model: str, copied: str, seq: int) -> None:
+    def _record_copy(self, model: str, copied: str, seq: int) -> None:
         """Record in the journal that the copy named ``copied`` contains the state of a model after the request
         ``seq``."""
         self._journal.run("UPDATE models SET copy = ?, copied_seq = ? WHERE id = ?", copied, seq, model)
 
-    def _clean(self, model: str, copied: str, seq: int) -> None:
+    def _delete_replaced(self, model: str, copied: str, seq: int) -> None:
         """Delete the data that the copy named ``copied`` replaces: the bodies of the model's requests up to ``seq``,
         results that the client fetched long ago, and older copies."""
         self._journal.forget_before(model, seq, self._clock.wall() - RESULT_S)
-        for old in self._place(model).glob("copy-*"):
+        for old in self._model_directory(model).glob("copy-*"):
             if old.name != copied:
                 shutil.rmtree(old)
 
-    def _place(self, model: str) -> Path:
+    def _model_directory(self, model: str) -> Path:
         """Return the directory of a model's files."""
         return place_of(self._directory, model)
 

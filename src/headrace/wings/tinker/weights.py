@@ -128,9 +128,9 @@ class WholeKind:
         """Freeze ``model``, and record its own weights and every attribute of its modules that refers to one of
         them."""
         model.requires_grad_(requires_grad=False)
-        self._base = self._now = weight_tensors(model)
+        self._base = self._current = weight_tensors(model)
         names = {id(tensor): name for name, tensor in self._base.items()}
-        self._places: list[tuple[dict[str, Any], str, str]] = [
+        self._parameter_slots: list[tuple[dict[str, Any], str, str]] = [
             (module._parameters, key, names[id(tensor)])  # all references to a tied parameter
             for module in model.modules()
             for key, tensor in module._parameters.items()
@@ -159,21 +159,21 @@ class WholeKind:
     def on(self, weights: WholeTensors | None) -> Iterator[None]:
         """Return a context in which the module computes with ``weights``, or with the base's own weights for ``None``.
         Contexts may nest."""
-        before = self._now
-        self._point(self._base if weights is None else weights.tensors)
+        before = self._current
+        self._set_parameters(self._base if weights is None else weights.tensors)
         try:
             yield
         finally:
-            self._point(before)  # the weights of the outer context
+            self._set_parameters(before)  # the weights of the outer context
 
     def runs_head(self, weights: WholeTensors | None) -> bool:
         """Return ``False``: with whole weights the head is a single matrix."""
         return False
 
-    def _point(self, tensors: dict[str, Tensor]) -> None:
+    def _set_parameters(self, tensors: dict[str, Tensor]) -> None:
         """Replace the module's parameters by ``tensors``, a mapping by parameter name."""
-        self._now = tensors
-        for parameters, key, name in self._places:
+        self._current = tensors
+        for parameters, key, name in self._parameter_slots:
             parameters[key] = tensors[name]
 
 

@@ -147,7 +147,7 @@ class OpenRun:
         """Return the state of the run (``starting``, ``running``, ``finished``, ``stopped``, ``failed``, ``killed`` or
         ``unknown``), its phase while it runs, the cause of its end, and its progress in steps."""
         status, summary, steps = self.status.tree, self.summary.tree, self.steps
-        living = self._lives(status)
+        living = self._is_running(status)
         ended = str(summary.get("status") or self._without_summary(status))
         total = status.get("steps_total") or self.config.section("run").get("steps")
         return {
@@ -176,7 +176,7 @@ class OpenRun:
         with self.lanes():
             notes = [self._metrics.problem, self._trace.problem, self._event_lines.problem]
         notes += [file.problem for file in (self.config, self.summary, self.status, self.parts)]
-        notes += [self._skew(), note_on_resumption(self.steps)]
+        notes += [self._clock_skew_note(), note_on_resumption(self.steps)]
         if self.config.tree:
             try:
                 verify(self.directory, [CONFIG_FILE])
@@ -184,7 +184,7 @@ class OpenRun:
                 notes.append(f"{error.problem}: the settings that are shown are not those of the run")
         if not (self.directory / METRICS_FILE).exists():
             notes.append(f"{METRICS_FILE} is not there: no step has ended yet")
-        if not self.summary.tree and not self.summary.problem and not self._lives(self.status.tree):
+        if not self.summary.tree and not self.summary.problem and not self._is_running(self.status.tree):
             notes.append("summary.json is not there: the run has not ended, or was killed")
         if not (self.directory / TRACE_FILE).exists():
             notes.append(f"{TRACE_FILE} is not there: the timeline is empty")
@@ -228,7 +228,7 @@ class OpenRun:
                 self._browser[1].close()
                 self._browser = None
 
-    def _lives(self, status: dict[str, Any]) -> bool:
+    def _is_running(self, status: dict[str, Any]) -> bool:
         """Return whether the run is running: its ``status`` is fresh and does not report that the controller has
         ended."""
         written, parts = status.get("written_s"), status.get("components")
@@ -248,11 +248,11 @@ class OpenRun:
                 return now_s - self._latest_status[1] < FRESH_S
             return abs(self._clock.wall() - written_s) < FRESH_S
 
-    def _skew(self) -> str:
+    def _clock_skew_note(self) -> str:
         """Return a note for the user about the difference between the clocks of the run's machine and of this machine;
         empty if the difference is small or not yet known, or if the run has ended."""
         written = self.status.tree.get("written_s")
-        if not self._status_advanced or not self._lives(self.status.tree) or not isinstance(written, int | float):
+        if not self._status_advanced or not self._is_running(self.status.tree) or not isinstance(written, int | float):
             return ""
         ahead_s = written - self._clock.wall()
         words = f"{abs(ahead_s):.0f} s {'ahead of' if ahead_s > 0 else 'behind'}"

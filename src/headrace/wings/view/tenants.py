@@ -69,13 +69,13 @@ class _Texts:
     def __init__(self, records: ServerRecords) -> None:
         """Create a converter; ``records`` has the directory of each base model."""
         self._records = records
-        self._of: dict[str, DirectoryTokenizer] = {}
+        self._tokenizers: dict[str, DirectoryTokenizer] = {}
 
     def of(self, base: str, ids: Sequence[int]) -> list[str]:
         """Return the text of each of ``ids`` by the tokenizer of the base model named ``base``."""
-        if base not in self._of:
-            self._of[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
-        return self._of[base].pieces(ids)
+        if base not in self._tokenizers:
+            self._tokenizers[base] = DirectoryTokenizer(self._records.bases().get(base, ""))
+        return self._tokenizers[base].pieces(ids)
 
 
 def _first(targets: Sequence[Any]) -> list[int]:

@@ -105,7 +105,7 @@ class ServedEngine:
         and ``limits`` the limits of requests."""
         self._wire, self._server, self._config, self._limits, self._receiver = wire, server, config, limits, receiver
         self._info = info
-        self._name, self._can = server.dialect.name, config.can
+        self._name, self._capabilities = server.dialect.name, config.can
         self._chunk_queue = ChunkQueue()
         stream_config = StreamConfig(
             max_streams=config.max_sequences,
@@ -119,7 +119,7 @@ class ServedEngine:
         self._arrivals = itertools.count()
         self._live: dict[int, _ServedForkSource] = {}
         self._ended: OrderedDict[int, _ServedForkSource] = OrderedDict()
-        self._swapping: int | None = None
+        self._loading_version: int | None = None
         self._version = NOT_SAMPLED
         self._paused = False
 
@@ -153,7 +153,7 @@ class ServedEngine:
                 f"exceed max_context={self._limits.max_context}",
                 remedy="shorten the prompt, lower max_new_tokens, or raise engine.max_context",
             )
-        begun = self._given_answer(request, name)
+        begun = self._begun_answer_ids(request, name)
         answer = StreamedAnswer(request=request, prompt=prompt, arrival=next(self._arrivals), ids=list(begun))
         answer.begun = answer.flushed = len(begun)
         answer.logprobs, answer.versions = [0.0] * len(begun), [NOT_SAMPLED] * len(begun)
@@ -171,7 +171,7 @@ class ServedEngine:
     def has_work(self) -> bool:
         """Return whether :meth:`step` should be called: a chunk, a commit's report or an error is available, or
         requests run."""
-        if self._chunk_queue.not_empty or self._swapping is not None or self._wire.failure is not None:
+        if self._chunk_queue.not_empty or self._loading_version is not None or self._wire.failure is not None:
             return True
         return bool(self._live) and not self._paused
 
@@ -225,16 +225,20 @@ class ServedEngine:
         happens to running answers, and :meth:`take_swaps` reports the end. Raises
         :class:`~headrace.base.errors.WeightsError` for a mode that the server does not support, and while another
         commit runs."""
-        if mode not in self._can.interrupts:
+        if mode not in self._capabilities.interrupts:
             raise WeightsError(
                 f"{self._name} cannot commit with sync.interrupt={mode.value!r}",
-                remedy=f"set it to {' or '.join(sorted(one.value for one in self._can.interrupts))}",
+                remedy=f"set it to {' or '.join(sorted(one.value for one in self._capabilities.interrupts))}",
             )
-        if self._swapping is not None or self._receiver is None:
-            other = f"version {self._swapping} is still coming into use" if self._swapping else "its weights are fixed"
+        if self._loading_version is not None or self._receiver is None:
+            other = (
+                f"version {self._loading_version} is still coming into use"
+                if self._loading_version
+                else "its weights are fixed"
+            )
             raise WeightsError(f"commit of version {version}, and {other}", remedy="wait for the commit's report")
         self._receiver.commit(version)
-        self._swapping = version
+        self._loading_version = version
         self._paused &= mode is not Interrupt.SLEEP
         self._wire.post(self._begin_swap, version, mode)
 
@@ -243,13 +247,13 @@ class ServedEngine:
         engine's version."""
         swaps = self._chunk_queue.pop_swaps()
         if swaps:
-            self._version, self._swapping = swaps[-1].version, None
+            self._version, self._loading_version = swaps[-1].version, None
         return swaps
 
     def pause(self, *, release: bool = False) -> None:
         """Stop sampling until :meth:`resume`. With ``release``, the server also releases its memory; raises
         :class:`~headrace.base.errors.RequestError` if the server cannot release it."""
-        if release and not self._can.releases:
+        if release and not self._capabilities.releases:
             raise RequestError(
                 f"{self._name} cannot release its memory on {self._config.device}",
                 remedy="pause without release, or take engine.kind = 'native'",
@@ -276,10 +280,10 @@ class ServedEngine:
         needs = {
             "kept-sets (record_kept)": sampling.record_kept and not self._limits.record_kept,
             "experts (record_routing)": sampling.record_routing and self._limits.routing is None,
-            "entropies (record_entropy)": sampling.record_entropy and not self._can.entropies,
+            "entropies (record_entropy)": sampling.record_entropy and not self._capabilities.entropies,
             "likeliest entries (record_top)": sampling.record_top > 0,
             "structure of answers": bool(sampling.structure),
-            "pinned sequences": request.pinned and not self._can.pins,
+            "pinned sequences": request.pinned and not self._capabilities.pins,
             f"adapter of an agent {request.agent!r}": request.agent not in self._server.handover.form.adapters,
         }
         lacking = [what for what, is_needed in needs.items() if is_needed]
@@ -323,7 +327,7 @@ class ServedEngine:
                 f"{name} forks request {fork.parent} at={fork.at}, but that one has sampled {len(past.ids)} tokens",
                 remedy=f"set at to a number from 0 to {len(past.ids)}",
             )
-        if fork.stale is StaleFork.REUSE and not self._can.reuses_stale:
+        if fork.stale is StaleFork.REUSE and not self._capabilities.reuses_stale:
             raise RequestError(
                 f"{name} is to share what older weights have computed, and {self._name} shares none of that",
                 remedy="set stale to 'recompute' or 'refuse'",
@@ -335,7 +339,7 @@ class ServedEngine:
             )
         return past
 
-    def _given_answer(self, request: GenerateRequest, name: str) -> list[int]:
+    def _begun_answer_ids(self, request: GenerateRequest, name: str) -> list[int]:
         """Return the tokens of an answer that another engine has begun and this engine continues; an empty list for a
         new answer. Raises :class:`~headrace.base.errors.RequestError` if the answer cannot be continued."""
         if request.answer_ids_T is None:

@@ -84,15 +84,15 @@ class AnswerStreams:
         )
         self._dialect: ServerDialect = server.dialect
         self._waiting: list[tuple[tuple[int, int], StreamedAnswer]] = []
-        self._held_back: list[StreamedAnswer] | None = None
+        self._held_back_answers: list[StreamedAnswer] | None = None
         """Answers that wait while admission is stopped; ``None`` while answers are admitted."""
         self._running: dict[int, StreamedAnswer] = {}
-        self._known: dict[int, StreamedAnswer] = {}
+        self._answers_by_id: dict[int, StreamedAnswer] = {}
         self._resumed, self._changed = asyncio.Event(), asyncio.Event()
         self._resumed.set()
         self.labels = Labels(str(server), None if config.trained else "")
         self._version = NOT_SAMPLED
-        self._asleep = False
+        self._is_asleep = False
         """Whether the server has released its memory."""
         self._busy_since_s = 0.0
         self._last_token_s = clock.now()
@@ -109,7 +109,7 @@ class AnswerStreams:
     def add(self, answer: StreamedAnswer) -> None:
         """Queue an answer, which is streamed as soon as a stream is free. If its request has a deadline, the answer is
         ended at the deadline."""
-        self._known[answer.request.request_id] = answer
+        self._answers_by_id[answer.request.request_id] = answer
         deadline_s = answer.request.deadline_s
         if deadline_s is not None:
             asyncio.get_running_loop().call_later(deadline_s, self._expire, answer)
@@ -118,7 +118,7 @@ class AnswerStreams:
 
     def withdraw(self, request_ids: Sequence[int], reason: StopReason) -> list[TokenChunk]:
         """End the answers to ``request_ids`` for ``reason``, and return their last chunks; unknown ids are ignored."""
-        known = [self._known[one] for one in dict.fromkeys(request_ids) if one in self._known]
+        known = [self._answers_by_id[one] for one in dict.fromkeys(request_ids) if one in self._answers_by_id]
         for answer in known:
             self._remove(answer)
             if answer.task is not None:
@@ -138,7 +138,7 @@ class AnswerStreams:
         await self._dialect.pause(self._wire.client, PauseMode(abort=True))
         await self._wait_until_halted()
         await self._dialect.sleep(self._wire.client)
-        self._asleep = True
+        self._is_asleep = True
 
     async def resume(self) -> None:
         """Make the server continue to generate, and admit answers again."""
@@ -149,9 +149,9 @@ class AnswerStreams:
 
     async def _wake(self) -> None:
         """Make the server allocate its memory again, if it has released its memory."""
-        if self._asleep:
+        if self._is_asleep:
             await self._dialect.wake(self._wire.client)
-            self._asleep = False
+            self._is_asleep = False
 
     async def swap(self, version: int, mode: Interrupt) -> None:
         """Make the server load ``version``, and queue the report of the commit. ``mode`` decides what happens to
@@ -203,17 +203,17 @@ class AnswerStreams:
     def _queue(self, answer: StreamedAnswer) -> None:
         """Add an answer to the queue of waiting answers or, while admission is stopped, to the answers that are held
         back."""
-        if self._held_back is None:
+        if self._held_back_answers is None:
             heapq.heappush(self._waiting, (answer.key, answer))
         else:
-            self._held_back.append(answer)
+            self._held_back_answers.append(answer)
 
     def _admit(self) -> None:
         """Start the streams of waiting answers in the order of their priority, until ``max_streams`` run."""
         while self._waiting and len(self._running) < self._config.max_streams:
             _, answer = heapq.heappop(self._waiting)
             request_id = answer.request.request_id
-            if self._known.get(request_id) is not answer:  # it was withdrawn while it waited
+            if self._answers_by_id.get(request_id) is not answer:  # it was withdrawn while it waited
                 continue
             if not self._running:
                 self._busy_since_s = self._last_token_s = self._clock.now()
@@ -224,7 +224,7 @@ class AnswerStreams:
     def _remove(self, answer: StreamedAnswer) -> None:
         """Remove an answer that has ended. If no answer runs any more, add the elapsed busy time to the counters."""
         request_id = answer.request.request_id
-        self._known.pop(request_id, None)
+        self._answers_by_id.pop(request_id, None)
         if self._running.pop(request_id, None) is not None and not self._running:
             self._update_stats(busy_s=self.stats.busy_s + self._clock.now() - self._busy_since_s)
         self._changed.set()
@@ -232,22 +232,22 @@ class AnswerStreams:
     def _expire(self, answer: StreamedAnswer) -> None:
         """End an answer whose deadline has passed, unless it has ended already."""
         request_id = answer.request.request_id
-        if self._known.get(request_id) is answer:
+        if self._answers_by_id.get(request_id) is answer:
             for chunk in self.withdraw([request_id], StopReason.DEADLINE):
                 self._chunk_queue.put(chunk)
 
     def _stop_admitting(self, *, later_only: bool = False) -> None:
         """Stop admission until :meth:`_start_admitting`: hold back new answers and, unless ``later_only`` is set, the
         answers that wait already."""
-        if self._held_back is None:
-            self._held_back = []
+        if self._held_back_answers is None:
+            self._held_back_answers = []
         if not later_only:
-            self._held_back += [answer for _, answer in self._waiting]
+            self._held_back_answers += [answer for _, answer in self._waiting]
             self._waiting = []
 
     def _start_admitting(self) -> None:
         """Queue the answers that were held back, and start as many as ``max_streams`` allows."""
-        held, self._held_back = self._held_back or [], None
+        held, self._held_back_answers = self._held_back_answers or [], None
         for answer in held:
             self._queue(answer)
         self._admit()
@@ -428,13 +428,13 @@ class AnswerStreams:
         for _ in itertools.count():
             await asyncio.sleep(WATCH_S)
             silent_s = self._clock.now() - self._last_token_s
-            is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back is None
+            is_silent = silent_s >= WATCH_S and bool(self._running) and self._held_back_answers is None
             await self._server.refuse_dead(self._wire.client, ask=is_silent)
 
     def _update_stats(self, **changed: float) -> None:
         """Replace the engine's counters by a copy with the ``changed`` figures and the current numbers of running and
         waiting answers."""
-        waiting = len(self._known) - len(self._running)
+        waiting = len(self._answers_by_id) - len(self._running)
         self.stats = msgspec.structs.replace(
             self.stats, running=len(self._running), waiting=waiting, **changed
         )  # fmt: skip
