@@ -101,7 +101,7 @@ class ExchangeContext:
 
 
 class SseEvent(NamedTuple):
-    """A server-sent event; ``name`` is empty where the protocol gives the event no name."""
+    """A server-sent event; ``name`` is empty if the protocol has no name for the event."""
 
     name: str
     data: Json | str

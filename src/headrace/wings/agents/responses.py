@@ -77,7 +77,7 @@ class _FunctionOutputItem(BodyPart):
     output: _Text
     id: str = ""
     name: str = ""
-    """Not read: the call gives the function's name."""
+    """Not used: the function's name is taken from the call."""
     status: _Status = "completed"
 
 

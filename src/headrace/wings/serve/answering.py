@@ -283,6 +283,7 @@ class _ResponseEventStream(AnswerEventStream):
     events."""
 
     def __init__(self, parsed: ParsedRequest, form: ResponseForm, meter: Meter, send: Send) -> None:
+        """Create the stream of the answer to ``parsed``, whose JSON and events ``form`` builds."""
         super().__init__(parsed, meter, send)
         self._pieces: list[ChoicePiece] = []
         self._events = form.stream(lambda _: parsed.whole([self._pieces]))

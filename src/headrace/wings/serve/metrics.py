@@ -42,6 +42,7 @@ class _EngineFigures(Collector):
     ``None`` before the engine has started."""
 
     def __init__(self, stats: Callable[[], EngineStats | None]) -> None:
+        """Create a collector of the figures that ``stats`` returns."""
         self._stats = stats
 
     def collect(self) -> Iterator[Metric]:

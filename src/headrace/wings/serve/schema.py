@@ -103,8 +103,8 @@ def _read_schema(value: object) -> str:
 
 
 def _read_regex(value: object) -> str:
-    """Return the structure of text that matches a regular expression, as the engine takes it. Raises pydantic's error
-    for another value."""
+    """Return the structure, in the engine's format, of an answer that must match a regular expression. Raises
+    pydantic's error for another value."""
     if not isinstance(value, str) or not value:
         raise PydanticCustomError("regex", "expected a regular expression as text")
     return regex(value)
@@ -172,9 +172,9 @@ class Body(StrictBody):
     min_p: float = Field(default=0.0, ge=0, le=1)
     """Smallest probability of a token to draw, as a fraction of the most likely token's; 0 for all tokens."""
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """A number that is subtracted from the logits of tokens that the choice already holds."""
+    """A number that is subtracted from the logits of tokens that the choice already contains."""
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
-    """A number that is subtracted from the logit of a token for each time that the choice already holds it."""
+    """A number that is subtracted from the logit of a token for each occurrence of the token in the choice."""
     repetition_penalty: float = Field(default=1.0, ge=0.1, le=10)
     """Factor by which tokens of the prompt and of the choice become less likely; 1 for none."""
     logit_bias: Annotated[dict[int, float], PlainValidator(_read_bias)] = Field(default={})
@@ -190,7 +190,7 @@ class Body(StrictBody):
     priority: int = Field(default=0, ge=-INT32_MAX, le=INT32_MAX)
     """Priority of the request; requests with a higher number are served first."""
     deadline_s: float | None = Field(default=None, gt=0, le=1e6)
-    """Seconds after which each choice ends with the tokens it has; unset: no limit."""
+    """Seconds after which each choice ends with the tokens sampled so far; unset: no limit."""
     kept_sizes: bool = False
     """Whether the size of the kept-set is returned for each token."""
     response_format: Annotated[str, PlainValidator(_read_format)] = ""

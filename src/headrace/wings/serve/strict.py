@@ -1,5 +1,5 @@
-"""The base of strictly typed request bodies: every field is used, ignored because it has no effect, or refused by
-name."""
+"""The base classes of strictly typed request bodies. Every field is used, ignored because it has no effect, or refused
+by name."""
 
 from __future__ import annotations
 

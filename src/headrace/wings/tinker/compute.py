@@ -48,7 +48,7 @@ class PromptScores:
     targets."""
 
     logprobs_N: Array
-    """The log-probability of each token given those before it, in nats; NaN for the first."""
+    """The log-probability of each token, conditioned on the tokens before it, in nats; NaN for the first token."""
     top_ids_NK: Array
     top_logprobs_NK: Array
     """The token ids with the highest probability at each token's position, and their log-probabilities; 0 and −99999,

@@ -1,8 +1,8 @@
 """The losses of the protocol: plain sums over tokens of functions of log π, the log-probability of each target token.
 
 Shape legend: N positions of a datum, K target tokens of a position. In the formulas, ρ = exp(log π − log μ), with log μ
-the ``logprobs`` that came with the data, A the ``advantages``, and sg a stop of the gradient. A loss function gets log
-π, the inputs of the datum by name and the options, and returns the loss of each target.
+the ``logprobs`` in the data, A the ``advantages``, and sg the stop-gradient operator. The arguments of a loss function
+are log π, the inputs of the datum by name and the options; it returns the loss of each target.
 """
 
 from __future__ import annotations

@@ -302,7 +302,7 @@ class TinkerService:
     def _update_samplers(self, model: str) -> None:
         """Load the weights that a model saved last into its in-flight samplers."""
         rows = self._journal.all("SELECT * FROM samplers WHERE model = ? AND kind = 'inflight'", model)
-        # a client that samples under a name that is no longer served gets an error that says so
+        # skip samplers whose base is no longer served: their clients receive an error when they sample
         records = [record for record in map(SamplerRecord.of, rows) if record.base in self._bases]
         if not records or records[0].directory is None:
             return
@@ -312,7 +312,7 @@ class TinkerService:
         if used:
             try:
                 state = base.read_weights(Path(records[0].directory))
-            except DataError:  # these weights have expired: a client that samples with them gets an error that says so
+            except DataError:  # these weights have expired: their clients receive an error when they sample
                 return
             for record in used:  # also a sampler that has not sampled yet: it may be reading the earlier weights
                 base.weights.put(record.id, state.weights, state.version)
@@ -387,7 +387,7 @@ class TinkerService:
             found = await self._sample(given, record, name)
         except EngineFull as error:
             found = ResultResponse(body=failure(error), status=410)  # the client sends the request again
-        except Exception as error:  # noqa: BLE001 - the edge of a request: one client's error must not end the others' requests
+        except Exception as error:  # noqa: BLE001 - the edge of a request: one client's must not end the others'
             found = ResultResponse(body=failure(error))
         finally:
             self._samples.end(name, self._clock.now())
@@ -549,7 +549,7 @@ class TinkerService:
             event.set()
         self._ending.cancel()
 
-    # -- what is known ----------------------------------------------------------------------------------------------
+    # -- descriptions and look-ups -----------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
         """Return the base models that the server offers, with the largest context of each in tokens."""

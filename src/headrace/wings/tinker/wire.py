@@ -1,8 +1,8 @@
 """The encoding and decoding of the protobuf messages of the Tinker protocol, without the protobuf library.
 
-A message is a sequence of fields, each a tag (its number and the kind of its value) and the value. Field numbers are
-those of ``tinker_public.proto`` (Apache-2.0). Kinds of the wire format: 0 varint (an integer of variable length), 1
-eight bytes, 2 a length and as many bytes, 5 four bytes.
+A message is a sequence of fields, each a tag (its number and the kind of its value) and the value. The field numbers
+are defined in ``tinker_public.proto`` (Apache-2.0). Kinds of the wire format: 0 varint (an integer of variable length),
+1 eight bytes, 2 a length and as many bytes, 5 four bytes.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ Array = npt.NDArray[Any]
 FLOAT32, INT64 = 1, 2
 _DTYPES: dict[int, Any] = {FLOAT32: np.float32, INT64: np.int64, 3: np.int32}
 VERSIONS_FIELD = 1001
-"""The field of a sampled sequence that holds the version that sampled each token, as int32. It is an addition of
-Headrace, which the client does not know and skips."""
+"""The field of a sampled sequence with the version that sampled each token, as int32. It is an extension of Headrace,
+which the client skips as an unknown field."""
 
 MOST_NUMBERS = 2**22
 """The largest count of numbers in the decoded tensors of one request. A request with more bytes than this may have as

@@ -43,7 +43,7 @@ class OpenRun:
     """A reader of the run in ``directory``: its steps, events, spans, state and ledger. It writes nothing there. Every
     method may be called from any thread.
 
-    Raises :class:`~headrace.base.errors.DataError` if the directory holds no run.
+    Raises :class:`~headrace.base.errors.DataError` if the directory is not a run directory.
     """
 
     def __init__(self, directory: Path, clock: Clock) -> None:
@@ -274,7 +274,7 @@ def _append_steps(steps: list[StepRecord], fresh: list[StepRecord]) -> list[Step
 
 
 def refuse_no_run(directory: Path) -> None:
-    """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` holds a run."""
+    """Raise :class:`~headrace.base.errors.DataError` unless ``directory`` is a run directory."""
     if not directory.is_dir():
         raise DataError(f"{directory} is not a directory", remedy="name the directory of a run")
     if not any((directory / name).exists() for name in _RUN_FILES):
@@ -305,7 +305,7 @@ def find_runs(directories: list[Path], *, most: int = 32) -> list[Path]:
 
 
 def _is_run(directory: Path) -> bool:
-    """Return whether a directory holds a run: whether it has a file that only runs write."""
+    """Return whether a directory is a run directory: whether it has a file that only runs write."""
     return any((directory / name).exists() for name in _RUN_FILES)
 
 

@@ -59,7 +59,7 @@ class ServerConfig(EngineSettings):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: tuple[str, ...]) -> tuple[str, ...]:
-        """Refuse addresses that are not HTTP URLs or that hold a secret."""
+        """Refuse addresses that are not HTTP URLs or that contain a secret."""
         for url in urls:
             remedy = "name an environment variable that holds the key: engine.server.token_from"
             refuse_secret("engine.server.urls", url, remedy)
@@ -166,7 +166,7 @@ class ServerConfig(EngineSettings):
 
 
 class SharedFolderConfig(ServerConfig):
-    """The settings of a server that takes new weights through a folder only."""
+    """The settings of a server that can receive new weights only through a folder."""
 
     @model_validator(mode="after")
     def _weights_are_files(self) -> Self:

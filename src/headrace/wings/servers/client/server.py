@@ -66,7 +66,8 @@ class ServerParts:
 
 
 class Server:
-    """The server of one engine, and its process if the engine started it. ``handover`` holds the versions for it."""
+    """The server of one engine, and its process if the engine started it. ``handover`` has the versions that the server
+    will load."""
 
     def __init__(self, dialect: ServerDialect, address: Address, handover: Handover, command: Command) -> None:
         """Create the object, without starting a process. ``command`` is the command that starts the server, or that the

@@ -5,10 +5,10 @@ under the distribution from which it was drawn (``--logprobs-mode processed_logp
 spans of its weight versions. Weights are loaded and the server is paused through the RL routes of vLLM's development
 mode (``VLLM_SERVER_DEV_MODE=1``).
 
-``seed`` is never sent. A request with a seed has a generator of its own, and where its prompt is prefilled in pieces
-vLLM 0.32 takes back the draw that each piece but the last has made (``gpu_model_runner.py``:
-``gen.set_offset(gen.get_offset() - 4)``). A generator on a CPU has no offset: it raises "CPU Generator does not use
-offset", and the engine dies. A seed would also not make an answer reproducible that another engine continues.
+``seed`` is never sent. A request with a seed has a separate random generator. If its prompt is prefilled in chunks,
+vLLM 0.32 reverts the draw of each chunk except the last (``gpu_model_runner.py``: ``gen.set_offset(gen.get_offset() -
+4)``). A CPU generator has no offset: it raises "CPU Generator does not use offset", and the engine dies. A seed would
+also not make an answer reproducible that another engine continues.
 """
 
 from __future__ import annotations
