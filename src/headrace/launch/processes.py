@@ -190,7 +190,7 @@ class Processes:
         devices = Devices(engines=(order.devices.engines[place],), learner=()) if order.launch.remote else order.devices
         config = order.engine.for_engine(0 if order.launch.remote else place, devices)
         if name in teachers:  # a teacher samples nothing and reads one sequence at a time
-            config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None})
+            config = config.model_copy(update={"max_sequences": 1, "cache_tokens": None, "speculation": "off"})
         num_threads = order.launch.threads("engine", len(names), num_cores())
         start = EngineStart(
             model=model.model_dump(mode="json"),
