@@ -216,7 +216,7 @@ class RankedLearner:
 
     def train(self, batch: Batch) -> StepReport:
         """Make one step on ``batch``, and return its report."""
-        answer = self._order(TrainBatch(batch=batch))
+        answer = self._send_order(TrainBatch(batch=batch))
         assert isinstance(answer, Trained)
         self._spans += answer.spans
         return answer.report
