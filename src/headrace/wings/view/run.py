@@ -97,18 +97,22 @@ class OpenRun:
     def events(self) -> list[Event]:
         """Return the latest events, the oldest first."""
         with self._lock:
-            fresh = self._event_lines.read()
-            if self._event_lines.restarted:
-                self._events, self._evaluated = [], []
-            self._events = [*self._events, *fresh][-MOST_EVENTS:]
-            self._evaluated += [event for event in fresh if event.text.startswith("held-out ")]
+            self._read_events()
             return list(self._events)
+
+    def _read_events(self) -> None:
+        """Read the lines that were added to the run's events since the last call."""
+        fresh = self._event_lines.read()
+        if self._event_lines.restarted:
+            self._events, self._evaluated = [], []
+        self._events = [*self._events, *fresh][-MOST_EVENTS:]
+        self._evaluated += [event for event in fresh if event.text.startswith("held-out ")]
 
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """Return the version and the mean held-out reward of every evaluation in all lives of the run."""
         with self._lock:
-            assert isinstance(self.events, list)  # the property also reads new lines into _evaluated
+            self._read_events()
             living = self.state()["state"] in LIVING
             return evaluations(self.steps, {} if living else self.summary.tree, self._evaluated)
 
