@@ -8,6 +8,7 @@ the link, and a preempted sequence is a lost packet.
     more requests wait than half of those that run        a step down
     the cap is reached, nothing waits, the cache has room a step up; doubled until there was a first sign of pressure
     otherwise                                             no change
+    the cache grew, since an engine was added             as before the first sign of pressure
 
 The cap never falls below one batch, so that a step is always possible, and never rises above what the lead allows.
 
@@ -62,7 +63,8 @@ class Concurrency:
         (12, 'capacity 16 → 12 groups: 3 sequences had to leave the cache')
         """
         limit = max(limit, self.floor)
-        now = replace(self, last_stats=stats, capacity=min(self.capacity, limit))
+        grew = stats.cache_blocks > self.last_stats.cache_blocks > 0
+        now = replace(self, last_stats=stats, capacity=min(self.capacity, limit), searching=self.searching or grew)
         step = max(1, self.floor // 4)
         in_effect = num_running <= now.capacity
         preempted = stats.preempted - self.last_stats.preempted
@@ -79,7 +81,7 @@ class Concurrency:
         if num_running < now.capacity or stats.waiting or used > RISE_BELOW:
             return now, ""
         why = "all of it is in use and nothing waits" + (f" (cache {used:.0%} used)" if stats.cache_blocks else "")
-        return now._with_capacity(2 * now.capacity if self.searching else now.capacity + step, limit, why)
+        return now._with_capacity(2 * now.capacity if now.searching else now.capacity + step, limit, why)
 
     def _with_capacity(self, capacity: int, limit: int, why: str) -> tuple[Concurrency, str]:
         """Return the state with ``capacity``, kept between one batch and ``limit``, and a sentence that says what has

@@ -28,5 +28,9 @@ async def _here(order: LaunchOrder) -> AsyncIterator[Starter]:
         yield LocalStarter(order.forks)
 
 
-LOCAL = Launcher(starting=_here)
+async def _room_here(starter: Starter, names: tuple[str, ...]) -> None:
+    """Accept all engines: on this machine only GPUs are counted, which are chosen elsewhere."""
+
+
+LOCAL = Launcher(starting=_here, engine_room=_room_here)
 """The launcher that ``launch.kind = "local"`` names."""

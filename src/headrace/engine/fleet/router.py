@@ -3,12 +3,15 @@
     join ──▶ JOINING ── it has the weights ──▶ SERVING ◀── hold, release ──▶ HELD
                 │  ▲                              │                           │
                 │  └── it misses the newest ──────┤                           │
-                └──────────── leave ──────────────┴───────────────────────────┘   its sequences are assigned again
+                │                                 ├────────── retire ─────────┘
+                │                                 ▼
+                └──────────── leave ◀───────── LEAVING    its sequences are assigned again
 
 A sequence goes to the engine that served its session before; else to the engine that computed the longest beginning of
 its prompt under the weights it still has; else, or if that one has clearly more to do, to the least loaded. An engine
 that is held, because a commit stops it, gets new sequences only if there is no other. An engine that misses new weights
-keeps its sequences: they began with weights that it still uses. A *sequence* here is the caller's number of one
+keeps its sequences: they began with weights that it still uses. An engine that is leaving keeps its sequences, too, and
+gets no new ones whatever happens. A *sequence* here is the caller's number of one
 request; a *session* is a name that related requests share; a prompt is known by the hashes of its beginnings.
 """
 
@@ -54,6 +57,13 @@ class EngineState(enum.Enum):
     """The engine gets new sequences."""
     HELD = enum.auto()
     """A commit stops the engine for a while; it gets new sequences only if no other engine can."""
+    LEAVING = enum.auto()
+    """The engine is being removed from the run: it ends the sequences that it has, and never gets new ones."""
+
+    @property
+    def takes_sequences(self) -> bool:
+        """Whether the engine may get new sequences."""
+        return self in (EngineState.SERVING, EngineState.HELD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +136,11 @@ class Router:
         engine = self._engines.get(name)
         return None if engine is None else engine.state
 
+    def takes_sequences(self, name: str) -> bool:
+        """Return whether the engine ``name`` is present and may get new sequences."""
+        state = self.state(name)
+        return state is not None and state.takes_sequences
+
     def load(self, name: str) -> int:
         """Return the number of sequences that an engine serves."""
         return self._engines[name].load
@@ -142,7 +157,7 @@ class Router:
     @property
     def serves(self) -> bool:
         """Whether any engine can be given a sequence."""
-        return any(engine.state is not EngineState.JOINING for engine in self._engines.values())
+        return any(engine.state.takes_sequences for engine in self._engines.values())
 
     def join(self, name: str) -> None:
         """Add an engine. It serves once it has weights."""
@@ -172,7 +187,13 @@ class Router:
     def set_aside(self, name: str) -> None:
         """Give the engine no new sequences until :meth:`use` says that it uses newer weights, because it has missed a
         version. It keeps those that it has."""
-        self._engines[name].state = EngineState.JOINING
+        engine = self._engines[name]
+        if engine.state is not EngineState.LEAVING:
+            engine.state = EngineState.JOINING
+
+    def retire(self, name: str) -> None:
+        """Give the engine no new sequences any more, because it is about to leave. It keeps those that it has."""
+        self._engines[name].state = EngineState.LEAVING
 
     def hold(self, name: str) -> None:
         """Give the engine no new sequences while other engines can take them, because a commit is about to stop it."""
@@ -271,7 +292,7 @@ def _able(engine: EngineLoad, request: RouteRequest) -> bool:
     """Return whether the engine has weights and meets the constraints of the request: the one engine, and the version,
     that it needs."""
     return (
-        engine.state is not EngineState.JOINING
+        engine.state.takes_sequences
         and request.only in ("", engine.name)
         and request.version in (None, engine.version)
     )  # fmt: skip

@@ -79,8 +79,8 @@ class LearnerClient(RankClient):
         """Returns the engines that the learner may announce a new version to: the address at which each receives
         orders, and the one to which weights are sent. Only engines that use the newest version are among them: an
         engine that still stages another version must not be ordered to stage the next one over it."""
-        self.commit_when_staged: Interrupt | None = None
-        """The way in which these engines commit a version as soon as it is staged; ``None``: by order of the
+        self.commit_when_staged: Callable[[], Interrupt | None] = lambda: None
+        """Returns the way in which these engines commit a version as soon as it is staged; ``None``: by order of the
         controller."""
         self.version = -1
         """The newest version of which the learner has taken a snapshot."""
@@ -126,7 +126,7 @@ class LearnerClient(RankClient):
                 slot=slot,
                 to=self.receivers(),
                 announce_to=announce_to,
-                commit=self.commit_when_staged,
+                commit=self.commit_when_staged(),
             )
         )
         try:  # the learner carries out this order after the step that is running

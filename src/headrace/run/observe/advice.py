@@ -238,7 +238,7 @@ def _engine(settings: VerdictSettings) -> str:
     less = f"sample shorter answers (engine.max_new_tokens{_now(settings.max_new_tokens)})"
     threads = _threads(settings)
     if threads is None:
-        return f"Add an engine: raise engine.count{_now(settings.engines)}. Or {less}."
+        return f"Add an engine: headrace engines RUN add, or engine.count{_now(settings.engines)}. Or {less}."
     engine, learner, total = threads
     if total > engine + learner:
         return f"Raise launch.engine_threads (now {engine}): {total - engine - learner} of {total} processors are free."

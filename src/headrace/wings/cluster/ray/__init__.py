@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from headrace.learner import LearnerConfig
     from headrace.models.devices import Devices
     from headrace.sync import SyncConfig
+    from headrace.wings.cluster.ray.starter import RayStarter
 
 
 def _starting(order: LaunchOrder) -> AbstractAsyncContextManager[Starter]:
@@ -65,7 +66,13 @@ def _sentence(launch: LaunchConfig, num_engines: int, num_ranks: int) -> str:
     )
 
 
+async def _engine_room(starter: RayStarter, names: tuple[str, ...]) -> None:
+    """Raise :class:`~headrace.base.errors.ConfigError` if the cluster has no room for the engines ``names``."""
+    await starter.refuse_no_room(names)
+
+
 RAY = Launcher(
     starting=_starting,
+    engine_room=_engine_room,
     cluster=ClusterLaunch(refuse=_refuse, devices=_devices, threads=_threads, sentence=_sentence),
 )
