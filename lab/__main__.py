@@ -21,6 +21,9 @@ def _options() -> argparse.Namespace:
         kind = kinds.add_parser(name)
         kind.add_argument("--runs", type=int, help="fuzz: how many inputs; faults: how many runs")
         kind.add_argument("--seed", type=int, default=0, help="seed of the first one")
+    kinds.choices["faults"].add_argument(
+        "--rollouts", type=int, default=0, help="how many rollout shards the runs have"
+    )
     kind = kinds.add_parser("paired")
     kind.add_argument("--python", required=True, help="interpreter in whose environment the other version is installed")
     kind.add_argument("--package", default="headrace.wings.bench", help="package of its benchmarks")
@@ -49,6 +52,8 @@ def main() -> None:
         )  # fmt: skip
     else:
         given = {"seed": options.seed} | ({"runs": options.runs} if options.runs else {})
+        if options.experiment == "faults":
+            given["rollouts"] = options.rollouts
         found = EXPERIMENTS[options.experiment](_tell, **given)
     print(msgspec.json.encode(found).decode() if options.json else show(found))
     sys.exit(not all(target.holds for target in found.targets))

@@ -24,7 +24,7 @@ from headrace.base.environ import shared_memory_root
 from headrace.launch.leases import sweep
 from headrace.wings.bench.program import training
 
-Part = Literal["controller", "engine", "learner", "scorer", "environment"]
+Part = Literal["controller", "engine", "learner", "scorer", "environment", "rollout"]
 LIFE_MAY_TAKE_S = 300.0
 """Longest duration of one life, on the slowest machine."""
 HUNG = 124
@@ -106,7 +106,7 @@ async def live(arguments: Sequence[str], run_dir: Path, moment: Moment | None, *
         life.seconds = now_s - began_s
         if killed_s is not None and moment is not None:
             life.killed = moment
-            if moment.part in ("engine", "learner") and life.exit_code:
+            if moment.part in ("engine", "learner", "rollout") and life.exit_code:
                 life.told_s = now_s - killed_s
             await _until_gone(life, now_s if killed_s is None else killed_s)
         return life

@@ -84,6 +84,13 @@ class TrialSetup:
     """Seconds of a step without kills."""
     weights: Path
     """Last snapshot of the run without kills."""
+    rollouts: int = 0
+    """Number of rollout shards; 0: the controller runs the episodes."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """Return the kinds of processes that the runs have."""
+        return [part for part in get_args(Part) if part != "rollout" or self.rollouts]
 
     def settings(self, run_dir: Path, variant: Variant) -> list[str]:
         return [
@@ -93,6 +100,7 @@ class TrialSetup:
             f"run.dir={run_dir}",
             f"flow.max_age={variant.max_age}",
             f"launch.engine_restarts={variant.restarts}",
+            f"launch.rollouts={self.rollouts}",
         ]
 
 
@@ -108,12 +116,13 @@ class Trial:
     run_dir: Path
 
 
-def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0) -> Report:
-    """Run ``runs`` trials with the seeds from ``seed`` on."""
+def measure(on_progress: Callable[[str], None], runs: int = RUNS, seed: int = 0, rollouts: int = 0) -> Report:
+    """Run ``runs`` trials with the seeds from ``seed`` on, with ``rollouts`` rollout shards. The run without kills has
+    none: its weights are those of any number of shards."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="headrace-bench-")))
         sources = stack.enter_context(as_file(files("headrace.wings.bench")))
-        setup = _run_without_kills(directory, sources, on_progress)
+        setup = replace(_run_without_kills(directory, sources, on_progress), rollouts=rollouts)
         rows = []
         for each in range(seed, seed + runs):
             rows.append(_trial(setup, each))
@@ -145,8 +154,7 @@ def _arguments(setup: TrialSetup, run_dir: Path, variant: Variant) -> list[str]:
 
 def draw(setup: TrialSetup, rng: np.random.Generator) -> Moment:
     """Draw a process and a moment to kill it."""
-    parts: tuple[Part, ...] = get_args(Part)
-    part = parts[rng.integers(len(parts))]
+    part = setup.parts[rng.integers(len(setup.parts))]
     sort = rng.random()
     if sort < START_FRAC:
         return Moment(part=part, phase="start", delay_s=rng.uniform(0.0, setup.start_s))
@@ -257,11 +265,14 @@ def _wrong_end(life: Life, variant: Variant) -> list[str]:
     part = None if life.killed is None else life.killed.part
     if "Traceback" in life.words:
         return [f"a traceback: {life.words.strip()}"]
-    heals = part in ("scorer", "environment") or (part == "engine" and variant.restarts > 0 and life.num_steps > 0)
+    heals = part in ("scorer", "environment") or (
+        part in ("engine", "rollout") and variant.restarts > 0 and life.num_steps > 0
+    )
     if heals and life.exit_code:
         return [f"the death of the {part} did not heal: {life.words.strip()}"]
-    if part in ("engine", "learner") and life.exit_code:
-        said = f"error: {part} (pid" in life.words and "was killed by SIGKILL" in life.words
+    if part in ("engine", "learner", "rollout") and life.exit_code:
+        name = "rollout-" if part == "rollout" else f"{part} (pid"
+        said = f"error: {name}" in life.words and "was killed by SIGKILL" in life.words
         if life.exit_code != 1 or not said or "remedy: " not in life.words:
             return [f"the death of the {part} is told as: exit code {life.exit_code}: {life.words.strip()}"]
     return []
@@ -304,7 +315,7 @@ def _targets(rows: Sequence[Row]) -> list[Target]:
         at_most("runs in which anything went wrong", float(sum(bool(row["wrong"]) for row in rows)), 0, "runs"),
         at_most("processes, buffers and files left behind", float(sum(len(row["left"]) for row in rows)), 0, "things"),
         at_most("tokens sampled in vain per running answer, worst kill", worst("unrecorded"), RECORD_TOKENS, "tokens"),
-        at_most("from the kill of engine or learner to the message, worst", worst("told_s"), 5, "s"),
+        at_most("from the kill of engine, learner or shard to the message, worst", worst("told_s"), 5, "s"),
         at_most("from the kill of the controller to the end of its parts, worst", worst("gone_s"), 5, "s"),
     ]
 

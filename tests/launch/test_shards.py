@@ -25,7 +25,7 @@ from headrace.base.errors import ComponentDied
 from headrace.base.types.episode import EpisodeGraph, EpisodeKey, EpisodeStatus, StopReason, TokenChunk
 from headrace.base.types.messages import controller, engine
 from headrace.base.types.messages.codec import Shutdown
-from headrace.base.types.messages.controller import Chunks, EngineStats, Ready
+from headrace.base.types.messages.controller import Chunks, EngineStats, Noted, Ready
 from headrace.base.types.messages.engine import GenerateRequest
 from headrace.base.types.messages.rollout import EnginesSeen, StartEpisodes, WithdrawEpisode
 from headrace.base.types.observation import Recovery
@@ -38,12 +38,14 @@ from headrace.launch.channel import AnswerListener, ChannelAddresses, Controller
 from headrace.launch.child import Child, ProcessSpec, Rendezvous
 from headrace.launch.clients.engine import EngineClient
 from headrace.launch.clients.rollout import RolloutClient
+from headrace.launch.hosts import rollout as shard_host
+from headrace.launch.hosts import worker
 from headrace.launch.hosts.answers import AnswerRoutes
 from headrace.launch.hosts.engine import EngineHost, EngineHostConfig
 from headrace.launch.hosts.rollout import RolloutShard
 from headrace.launch.local_process import LocalStarter
 from headrace.launch.rollouts import RolloutShards, shard_names
-from headrace.launch.starts import RolloutStart
+from headrace.launch.starts import RolloutStart, ShardEnvironment
 from headrace.launch.supervision import SupervisionConfig
 from headrace.rollout import Withdrawal
 from headrace.rollout.environments.base import AttemptOutcome
@@ -207,9 +209,10 @@ async def world(directory: Path, seed: int) -> AsyncIterator[tuple[World, asynci
             for child in made.shards.children.values():
                 await child.kill()
                 child.close()
+    # an engine that has just started may not be connected yet: its order to end is lost if the socket is closed first
+    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in made.threads])
     for client in made.every:
         client.close()
-    await asyncio.gather(*[asyncio.to_thread(thread.join) for thread in made.threads])
 
 
 def task_of(number: int) -> Task:
@@ -461,3 +464,40 @@ def test_chunks_go_to_the_process_that_asked_and_to_no_other() -> None:
     sent.messages.clear()
     assert [each.request_id for each in routes.split([chunk(1), chunk(3)], stats)] == [1]
     assert [reader for reader, _ in sent.messages] == ["b"]
+
+
+class Recorded:
+    """A channel that keeps what is sent, and whose controller goes away after the report that the shard is ready."""
+
+    def __init__(self, directory: Path) -> None:
+        self.addresses = channels.local_addresses(directory, "rollout-0.0")
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_s: float) -> list[Any]:
+        raise EOFError("the controller has gone")
+
+
+def test_warnings_of_workers_that_start_follow_the_report_that_the_shard_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @asynccontextmanager
+    async def workers_of(_start: Any, _sampling: Any, _directory: Path, warn: Callable[[str], None]) -> Any:
+        warn("a worker has died")
+        yield None
+        warn("never reached")
+
+    monkeypatch.setattr(shard_host, "workers_of", workers_of)
+    monkeypatch.setattr(worker, "run_token", lambda: TOKEN)
+    monkeypatch.setattr(worker, "forget_token", lambda: None)
+    environment = ShardEnvironment(env={}, model="", agents=(), adapters=(), logs="", start_timeout_s=1.0)
+    start = RolloutStart(
+        sampling=SAMPLING, run_seed=0, limits={}, timeout_s=None, retries=0, record_tokens=8, deadline_s=1.0,
+        environment=environment,
+    )  # fmt: skip
+    channel = Recorded(tmp_path)
+    with pytest.raises(EOFError):
+        shard_host.run_rollout(start, channel)  # type: ignore[arg-type]
+    assert [type(message) for message in channel.sent] == [Ready, Noted]

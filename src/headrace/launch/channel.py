@@ -45,6 +45,9 @@ HEARTBEAT_S = 5
 """Seconds between the heartbeats of a connection between machines."""
 SILENCE_S = 60
 """Seconds without a message or heartbeat after which a connection between machines counts as broken."""
+RETRY_MS = 10
+"""Milliseconds between two attempts to connect to a part of this machine that is starting. Its first order arrives at
+most so much later than it could."""
 DELIVERY_MS = 2000
 """Milliseconds for which the messages that a part has not delivered are kept when it closes its channel."""
 SEND_TIMEOUT_S = 2
@@ -308,6 +311,7 @@ class ControllerChannel:
         """Open sockets in ``directory`` for a part on this machine, and return their addresses."""
         # Each life of a part has sockets of its own, so that messages to an earlier life do not reach it.
         addresses = local_addresses(directory, f"{self._part}.{next(_LIVES)}")
+        self._orders.setsockopt(zmq.RECONNECT_IVL, RETRY_MS)  # the part binds its socket later
         self._orders.connect(addresses.orders)
         self._reports.bind(addresses.reports)
         return addresses

@@ -22,29 +22,37 @@ SOAK = 20
 NOTHING_WRONG = {"lost": 0, "twice": 0, "unbalanced": 0, "broken": 0, "differ": 0, "too_old": 0}
 
 
+PARTS = {"controller", "engine", "learner", "scorer", "environment"}
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(5400)
-def test_runs_whose_parts_are_killed_at_random_lose_nothing_and_train_nothing_twice() -> None:
-    made = measure(print, runs=SOAK)
+@pytest.mark.parametrize(("rollouts", "parts"), [(0, PARTS), (2, PARTS | {"rollout"})])
+def test_runs_whose_parts_are_killed_at_random_lose_nothing_and_train_nothing_twice(
+    rollouts: int, parts: set[str]
+) -> None:
+    made = measure(print, runs=SOAK, rollouts=rollouts)
     total, *rows = made.rows
     assert len(rows) == SOAK
     assert {row["seed"]: (row["wrong"], row["left"]) for row in rows if row["wrong"] or row["left"]} == {}
-    assert set(total["kills"]) == {"controller", "engine", "learner", "scorer", "environment"}
+    assert set(total["kills"]) == parts
     assert total["continued"] > 0, "some answers were cut off halfway, and continued"
     assert max((row["unrecorded"] or 0 for row in rows), default=0) <= RECORD_TOKENS
     assert [target for target in made.targets if not target.holds and target.unit != "s"] == []
 
 
-def test_moments_of_a_seed_are_always_the_same_and_reach_every_part_and_phase(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rollouts", "parts"), [(0, PARTS), (2, PARTS | {"rollout"})])
+def test_moments_of_a_seed_are_always_the_same_and_reach_every_part_and_phase(
+    tmp_path: Path, rollouts: int, parts: set[str]
+) -> None:
     scene = TrialSetup(
-        directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path
-    )
+        directory=tmp_path, run_file=tmp_path, sources=tmp_path, start_s=5.0, step_s=0.3, weights=tmp_path,
+        rollouts=rollouts,
+    )  # fmt: skip
     moments = [[draw(scene, rng) for _ in range(300)] for rng in map(np.random.default_rng, (7, 7, 8))]
     assert moments[0] == moments[1] != moments[2]
     assert {(moment.part, moment.phase) for moment in moments[0]} == {
-        (part, phase)
-        for part in ("controller", "engine", "learner", "scorer", "environment")
-        for phase in ("start", "step", "snapshot")
+        (part, phase) for part in parts for phase in ("start", "step", "snapshot")
     }
     assert {moment.step for moment in moments[0] if moment.phase == "step"} == set(range(1, STEPS + 1))
 

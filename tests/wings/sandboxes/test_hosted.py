@@ -38,6 +38,11 @@ async def main():
 asyncio.run(main())
 """
 
+SLOW = """#!/usr/bin/bash
+sleep 0.3
+exec /usr/bin/.dd "$@"
+"""
+"""A program that makes its file late, as all do on a machine that is busy."""
 REFUSING = """#!/usr/bin/bash
 [[ ${{!#}} == true ]] && exit 1
 exec /usr/bin/.{} "$@"
@@ -158,6 +163,15 @@ def test_commands_have_no_right_of_root_no_network_and_cannot_end_the_server(san
     values = dict(line.split() for line in done.stdout.splitlines())
     assert values == {"CapEff:": "0" * 16, "CapBnd:": "0" * 16, "CapAmb:": "0" * 16, "NoNewPrivs:": "1"}
     assert sandboxes(session.run("exec 3<>/dev/tcp/127.0.0.1/22 && echo connected")).stdout == ""
+    assert sandboxes(session.run("kill -9 1 -1; echo not reached")).stdout == ""
+    assert sandboxes(session.run("echo next")).stdout == "next\n"
+    sandboxes(session.stop())
+
+
+def test_a_command_may_kill_all_before_the_server_has_made_the_files_of_its_output(sandboxes: Hosted) -> None:
+    session = sandboxes.start()
+    sandboxes(session.write({"/usr/bin/slow": SLOW}))
+    sandboxes(session.run("cd /usr/bin && chmod 755 slow && mv dd .dd && mv slow dd"))
     assert sandboxes(session.run("kill -9 1 -1; echo not reached")).stdout == ""
     assert sandboxes(session.run("echo next")).stdout == "next\n"
     sandboxes(session.stop())

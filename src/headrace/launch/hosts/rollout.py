@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 
 from headrace.base.clock import RealClock
@@ -49,20 +50,26 @@ async def _serve(start: RolloutStart, channel: PartChannel) -> None:
             await _run_shard(start, channel, None)
             return
         directory = Path(channel.addresses.orders.removeprefix("ipc://")).parent
-        noted = _noting(channel)
-        async with workers_of(start.environment, start.sampling, directory, noted) as workers:
-            await _run_shard(start, channel, workers)
+        notes = _Notes(channel)
+        async with workers_of(start.environment, start.sampling, directory, notes.add) as workers:
+            await _run_shard(start, channel, workers, notes.send)
     except BaseExceptionGroup as group:
         raise _first_of(group) from None
 
 
-async def _run_shard(start: RolloutStart, channel: PartChannel, workers: ShardWorkers | None) -> None:
-    """Run the episodes of a shard, in the environment of ``workers`` if there is one."""
-    answers = AnswerListener(answers_address(channel.addresses), Chunks)
-    shard = RolloutShard(start, channel, answers, workers)
-    async with asyncio.TaskGroup() as tasks:
-        tasks.create_task(shard.listen())
-        await serve(channel, shard.handle)
+async def _run_shard(
+    start: RolloutStart,
+    channel: PartChannel,
+    workers: ShardWorkers | None,
+    on_ready: Callable[[], None] = lambda: None,
+) -> None:
+    """Run the episodes of a shard, in the environment of ``workers`` if there is one. ``on_ready`` is called when the
+    shard has reported that it is ready."""
+    with closing(AnswerListener(answers_address(channel.addresses), Chunks)) as answers:
+        shard = RolloutShard(start, channel, answers, workers)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(shard.listen())
+            await serve(channel, shard.handle, on_ready=on_ready)
 
 
 def _agents(environment: ShardEnvironment | None) -> Agents:
@@ -72,9 +79,28 @@ def _agents(environment: ShardEnvironment | None) -> Agents:
     return Agents(known=frozenset(environment.agents), adapters=environment.adapters)
 
 
-def _noting(channel: PartChannel) -> Callable[[str], None]:
-    """Return a function that sends a note to the controller."""
-    return lambda text: channel.send(Noted(text=text))
+class _Notes:
+    """The warnings of a shard's workers, which are sent to the controller. Those from the time before the shard is
+    ready, such as that a worker has died and is started again, wait until it is: no message may precede that report."""
+
+    def __init__(self, channel: PartChannel) -> None:
+        """Send over ``channel``."""
+        self._channel = channel
+        self._early: list[str] | None = []
+        """The warnings that wait; ``None``: the shard is ready."""
+
+    def add(self, text: str) -> None:
+        """Send the warning ``text``, or keep it until :meth:`send`."""
+        if self._early is None:
+            self._channel.send(Noted(text=text))
+        else:
+            self._early.append(text)
+
+    def send(self) -> None:
+        """Send the warnings that wait. From now on each is sent at once."""
+        early, self._early = self._early or [], None
+        for text in early:
+            self.add(text)
 
 
 def _first_of(group: BaseExceptionGroup[BaseException]) -> BaseException:
@@ -113,7 +139,7 @@ class RolloutShard:
             run_seed=start.run_seed,
             on_tokens=lambda _: None,
             on_part=self._turns.add,
-            note=_noting(channel),
+            note=lambda text: channel.send(Noted(text=text)),
             agents=_agents(start.environment),
             chat=None if workers is None else workers.chat,
             limits=EpisodeLimits(**start.limits),

@@ -178,6 +178,12 @@ class TimedGrader(Protocol):
     times: CallTimes
     """The times of its calls, without any wait before them."""
 
+    async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
+        """Score requests of one completion each, one after the other, and return the scores of each. A grader that
+        calls functions in threads uses one thread for all of them: to change threads takes longer than a short call.
+        ``on_start`` is called, from any thread, when the first call begins."""
+        ...
+
 
 class Grader(Protocol):
     """The part of a scoring worker that computes one component of the reward."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from headrace.base.clock import being_cancelled
@@ -34,30 +34,53 @@ class BlockingGrader:
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None]) -> Scores:
         """Grade the completion of ``request`` in a thread, and return its scores; ``on_start`` is called when the
         thread begins."""
+        (scores,) = await self.score_each([request], on_start)
+        return scores
 
-        def call() -> float | None:
+    async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
+        """Grade the completion of each of ``requests``, one after the other in one thread, and return the scores of
+        each; ``on_start`` is called when the thread begins."""
+
+        def call_all() -> list[Scores]:
+            """Report that the calls begin, then make them."""
             on_start()
-            with self.times.measured():
-                return self._grade(request)
+            return [self._graded(request) for request in requests]
 
-        return await as_scores(asyncio.get_running_loop().run_in_executor(self._executor, call))
+        return await asyncio.get_running_loop().run_in_executor(self._executor, call_all)
+
+    def _graded(self, request: ScoreCompletions) -> Scores:
+        """Grade the completion of ``request``; an error becomes a failure."""
+        try:
+            with self.times.measured():
+                return _checked(self._grade(request))
+        except BaseException as error:  # noqa: BLE001 - the boundary of graders: their failure is a record
+            return _failed(error)
 
 
 async def as_scores(grading: Awaitable[float | None]) -> Scores:
     """Return the result of grading one completion as scores: every error, and a number that is not finite, becomes a
     failure."""
     try:
-        value = await grading
-    except Unscorable as error:
-        return Scores(rewards=(), failure=f"reward_error: {error.problem} ({error.remedy})")
+        return _checked(await grading)
     except BaseException as error:
         if being_cancelled():
             raise
-        words = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
-        return Scores(rewards=(), failure=f"reward_error: {words}")
+        return _failed(error)
+
+
+def _checked(value: float | None) -> Scores:
+    """Return the reward ``value`` as scores; a number that is not finite becomes a failure."""
     if value is not None and not math.isfinite(value):
         return Scores(rewards=(), failure=f"reward_nan: returned {value}")
     return Scores(rewards=(value,))
+
+
+def _failed(error: BaseException) -> Scores:
+    """Return the failure of a completion whose grading has raised ``error``."""
+    if isinstance(error, Unscorable):
+        return Scores(rewards=(), failure=f"reward_error: {error.problem} ({error.remedy})")
+    words = f"{type(error).__name__}: {error}"[:300].encode("utf-8", "replace").decode()
+    return Scores(rewards=(), failure=f"reward_error: {words}")
 
 
 def column(request: ScoreCompletions, name: str) -> object:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -84,11 +83,48 @@ class RewardFunction:
     async def score(self, request: ScoreCompletions, on_start: Callable[[], None] = lambda: None) -> Scores:
         """Call the function for the completions of ``request``; every error becomes a failure of the :class:`Scores`.
         ``on_start`` is called, from any thread, when the call begins."""
-        log = RewardLog(len(request.completions))
+        (scores,) = await self.score_each([request], on_start)
+        return scores
+
+    async def score_each(self, requests: Sequence[ScoreCompletions], on_start: Callable[[], None]) -> list[Scores]:
+        """Call the function for each of ``requests``, one after the other, and return the scores of each. A function
+        that is not async runs in one thread for all of them. ``on_start`` is called when the first call begins."""
+        logs = [RewardLog(len(request.completions)) for request in requests]
+        pairs = list(zip(requests, logs, strict=True))
+        if self._is_async:
+            on_start()
+            return [await self._finish(self._call_async(*pair), None, *pair) for pair in pairs]
+
+        def call_all() -> list[tuple[Any, BaseException | None]]:
+            """Report that the calls begin, then make them."""
+            on_start()
+            return [_outcome(lambda pair=pair: self._call(*pair)) for pair in pairs]  # type: ignore[misc]
+
+        outcomes = await asyncio.get_running_loop().run_in_executor(self._executor, call_all)
+        return [await self._finish(*outcome, *pair) for outcome, pair in zip(outcomes, pairs, strict=True)]
+
+    def _call(self, request: ScoreCompletions, log: RewardLog) -> Any:
+        """Call a function that is not async for one request, and return its result. ``log`` receives the values that
+        the function logs."""
+        arguments = self._arguments(request, log)
+        with self.times.measured():
+            return self._function(**arguments)
+
+    async def _call_async(self, request: ScoreCompletions, log: RewardLog) -> Any:
+        """Call an async function for one request, and return its result."""
+        arguments = self._arguments(request, log)
+        with self.times.measured():
+            return await self._function(**arguments)
+
+    async def _finish(
+        self, returned: Any, error: BaseException | None, request: ScoreCompletions, log: RewardLog
+    ) -> Scores:
+        """Return the scores of one call from what it ``returned``, which is awaited if it can be, or from the ``error``
+        that it raised."""
         try:
-            returned, error = await self._call(request, log, on_start)
             if error is None:
-                scores = _check(returned if self.by_group else [returned], len(request.completions))
+                result = await returned if inspect.isawaitable(returned) else returned
+                scores = _check(result if self.by_group else [result], len(request.completions))
                 metrics = {name: tuple(values) for name, values in log.metrics.items()}
                 return msgspec.structs.replace(scores, metrics=metrics, extra=log.rows())
         except BaseException as raised:
@@ -96,26 +132,6 @@ class RewardFunction:
                 raise
             error = raised
         return Scores(rewards=(), failure=f"reward_error: {_in_words(error, _source_file(self._function))}")
-
-    async def _call(
-        self, request: ScoreCompletions, log: RewardLog, on_start: Callable[[], None]
-    ) -> tuple[Any, BaseException | None]:
-        """Call the function, and return its result and the error that it raised, ``None`` if none. A function that is
-        not async runs in a thread. ``log`` receives the values that the function logs."""
-        call = functools.partial(self._function, **self._arguments(request, log))
-        if self._is_async:
-            on_start()
-            with self.times.measured():
-                return await call(), None
-
-        def begin() -> tuple[Any, BaseException | None]:
-            """Report that the call begins, then make it."""
-            on_start()
-            with self.times.measured():
-                return _outcome(call)
-
-        returned, error = await asyncio.get_running_loop().run_in_executor(self._executor, begin)
-        return (await returned, None) if inspect.isawaitable(returned) else (returned, error)
 
     def _arguments(self, request: ScoreCompletions, log: RewardLog) -> dict[str, Any]:
         """Return the keyword arguments of the call: columns of the row and the other values that the signature takes. A

@@ -106,6 +106,7 @@ run() { # run a command: SIZE WORDS WALL OUTPUT CPU MEMORY FILE OPEN
   local size=$1 words=$2 limits=("${@:3}") event ended='' until pid keeper readers=()
   local in out err state directory most
   mkdir -p "$place" && rm -f "$place"/*
+  : > "$place/out" > "$place/err" > "$place/state" # a command may end the readers before they have made their files
   head -c "$size" <&"$asked" > "$place/in"
   exec {in}< "$place/in"
   mapfile -d '' -n $((words + 1)) -t -u "$in" command
