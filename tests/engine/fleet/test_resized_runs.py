@@ -58,6 +58,7 @@ def test_removed_engine_ends_what_it_has_or_others_continue_it_and_its_process_e
             names = await made.resizer.remove("", 1, drain_s, ignore)
             assert names == ("engine-1",)
             assert removed._ended.done()
+            assert removed.closed
             late = [group.create_task(sample(made.engines.fleet, seed)) for seed in range(20, 25)]
         assert len(removed.peer.engine.asked) < 20, "it gets nothing new"
         moved = [options for options in made.processes[0].peer.engine.asked if options.answer_ids_T is not None]
